@@ -299,42 +299,46 @@ export const ZH = {
     "它是 LTX-Video 0.9.1 的 VAE，其解码器在各层之间向图像加入随机噪声。",
   "It lacks tensors that Mochi's VAE has; its {} tensors begin with {}.":
     "它缺少 Mochi 的 VAE 所有的张量；它的 {0} 个张量以 {1} 开头。",
-  "Queue the prompt again, which loads the file anew: {} has changed on disk since Load xDiT Model read it, and its weights are needed again.":
+  "Queue the prompt again, which reloads the file: {} has changed on disk since Load xDiT Model read it, and its weights are needed again.":
     "请再次排队：会重新加载文件：{0} 在“加载 xDiT 模型”读取之后在磁盘上已更改，而现在又需要它的权重。",
-  "Queue the prompt again, which loads the file anew: {} was written to while a run had weights come from it.":
-    "请再次排队：会重新加载文件：运行正从 {0} 取权重时，该文件被写入。",
+  "Queue the prompt again, which reloads the file: {} was written to while a run was streaming weights from it.":
+    "请再次排队，会重新加载文件：运行正从 {0} 流式读取权重时，该文件被写入。",
+  "Queue the prompt again, which starts other workers: the weights of block {} could not be copied from system RAM to {} ({}: {}). If that fails too, close programs that use system RAM, or set weights_memory in xDiT Parallel Config to more GB, so that less is copied.":
+    "请再次排队，会启动新的工作进程：块 {0} 的权重无法从内存复制到 {1}（{2}：{3}）。如果仍然失败，请关闭占用内存的程序，或在“xDiT 并行配置”中把 weights_memory 设为更大的 GB 数，以减少复制量。",
+  "Repair or remove the package that is named last, in ComfyUI's Python: diffusers cannot import {}: {}":
+    "请在 ComfyUI 的 Python 中修复或移除最后提到的软件包：diffusers 无法导入 {0}：{1}",
   "Put the model's file back, or choose another, and queue the prompt again: {} is no longer there.":
     "请把模型文件放回原处，或选择另一个文件，然后再次排队：{0} 已不存在。",
   "{} is not a diffusers folder with a transformer or a U-Net: {} lacks config.json.{}":
     "{0} 不是含有 transformer 或 U-Net 的 diffusers 文件夹：{1} 缺少 config.json。{2}",
-  "{} {} holds a {}, and diffusers writes settings by name there.":
-    "{0} {1} 的内容是 {2}，而 diffusers 在那里按名称写入设置。",
+  "{} {} contains a {}, and must contain an object of settings.":
+    "{0} {1} 的内容是 {2}，而它应是包含设置的对象。",
   "{} is not a diffusers folder with a transformer or a U-Net that can be read: {} lacks .safetensors files.{} {}":
     "{0} 不是可读取的、含有 transformer 或 U-Net 的 diffusers 文件夹：{1} 缺少 .safetensors 文件。{2} {3}",
-  "Leave the files of one model in {}: {} has it more than once, as {}, and which is meant is not clear.":
+  "Leave the files of one model in {}: {} contains it more than once, as {}, and the choice is ambiguous.":
     "请在 {0} 中只保留一份模型的文件：{1} 中的模型不止一份（{2}），不清楚用哪一份。",
-  "{} {} is not whole: {} has {} of {} shards, {} among them.":
+  "{} {} is incomplete: {} has {} of {} shards, including {}.":
     "{0} {1} 不完整：{2} 有 {4} 个分片中的 {3} 个，其中有 {5}。",
   "{} {} is not a JSON file that can be read ({}).":
     "{0} {1} 不是可读取的 JSON 文件（{2}）。",
   "Download {} again, it is cut short: its header promises {} bytes and the file has {}.":
     "请重新下载 {0}，它被截断：文件头说明有 {1} 字节，而文件只有 {2}。",
-  "Use tensor_degree 1 with pipefusion_degree, cfg_degree, ulysses_degree or ring_degree, or the bf16, fp16, fp8, int8, mxfp8 or nvfp4 file of the same model: tensor_degree={} cannot share out {}, whose products round each token's inputs by the largest of them, and each device would have some of them only.":
-    "请使用 tensor_degree 1 与 pipefusion_degree、cfg_degree、ulysses_degree 或 ring_degree，或同一模型的 bf16、fp16、fp8、int8、mxfp8 或 nvfp4 文件：tensor_degree={0} 不能拆分 {1}，它的乘积按每个 token 输入中的最大值舍入，而每个设备只有其中一部分。",
-  "Use the bf16, fp8 or GGUF file of the same model: {} holds weights in mxfp8, for which PyTorch 2.7 or newer is needed, and this is {}.":
+  "Use tensor_degree 1 with pipefusion_degree, cfg_degree, ulysses_degree or ring_degree, or the bf16, fp16, fp8, int8, mxfp8 or nvfp4 file of the same model: tensor_degree={} cannot shard {}, whose matrix multiplications round each token's inputs by their maximum, since each device would have only some of the inputs.":
+    "请使用 tensor_degree 1 与 pipefusion_degree、cfg_degree、ulysses_degree 或 ring_degree，或同一模型的 bf16、fp16、fp8、int8、mxfp8 或 nvfp4 文件：tensor_degree={0} 不能拆分 {1}，它的乘积按每个令牌输入中的最大值舍入，而每个设备只有其中一部分。",
+  "Use the bf16, fp8 or GGUF file of the same model: {} has weights in mxfp8, which need PyTorch 2.7 or newer, and this is {}.":
     "请使用同一模型的 bf16、fp8 或 GGUF 文件：{0} 含有 mxfp8 的权重，需要 PyTorch 2.7 或更新版本，而这里是 {1}。",
   "Install with: python -m pip install -U {} (with ComfyUI's Python), and restart ComfyUI; or choose another weight_dtype: {} needs the package {}, which this Python does not have, or not for its PyTorch.":
     "请安装：python -m pip install -U {0}（用 ComfyUI 的 Python），并重新启动 ComfyUI；或选择其他 weight_dtype：{1} 需要软件包 {2}，而此 Python 中没有，或没有适合其 PyTorch 的版本。",
-  "{} holds weights in {}, for which the package comfy-kitchen is needed, in the version of ComfyUI's requirements. Install with: python -m pip install -U comfy-kitchen (with ComfyUI's Python), and restart ComfyUI; or use the bf16, fp8 or GGUF file of the same model.":
+  "Install or update comfy-kitchen: python -m pip install -U comfy-kitchen (with ComfyUI's Python), and restart ComfyUI; or use the bf16, fp8 or GGUF file of the same model: {} has weights in {}, which need this package in the version of ComfyUI's requirements.":
     "请安装：python -m pip install -U comfy-kitchen（用 ComfyUI 的 Python），并重新启动 ComfyUI，或使用同一模型的 bf16、fp8 或 GGUF 文件：{0} 含有 {1} 的权重，需要 ComfyUI 所要求版本的 comfy-kitchen。",
   "Use a file of this model in F32, F16, BF16 or {}: {} holds {} in the type {}, which xDiT does not read.":
     "请使用此模型的 F32、F16、BF16 或 {0} 文件：{1} 中的 {2} 为 {3} 类型，xDiT 不能读取。",
-  "Download {} again: it has {} of shape {} in {}{}, which does not go together.":
+  "Download {} again: {} has the shape {} in {}{}, which do not match.":
     "请重新下载 {0}：其中形状为 {2} 的 {1} 占 {3}{4}，不相符。",
-  "Download {} again: it has {} start at byte {}, within {}.":
+  "Download {} again: {} starts at byte {}, within {}.":
     "请重新下载 {0}：其中 {1} 从第 {2} 字节开始，位于 {3} 之内。",
-  "GGUF files need the package gguf, which this Python does not have. Install with: python -m pip install -r requirements.txt (in the folder of the xDiT nodes, with ComfyUI's Python), and restart ComfyUI.":
-    "GGUF 文件需要软件包 gguf，而此 Python 中没有。请在 xDiT 节点的文件夹中用 ComfyUI 的 Python 安装：python -m pip install -r requirements.txt，然后重新启动 ComfyUI。",
+  "Install the package gguf, which GGUF files need: python -m pip install -r requirements.txt (in the folder of the xDiT nodes, with ComfyUI's Python), and restart ComfyUI.":
+    "请安装 GGUF 文件所需的软件包 gguf：在 xDiT 节点的文件夹中用 ComfyUI 的 Python 运行 python -m pip install -r requirements.txt，然后重新启动 ComfyUI。",
   "Download {} again: it has a header that cannot be read ({}).":
     "请重新下载 {0}：它的文件头无法读取（{1}）。",
   "Use another file of this model, or Load Diffusion Model: {} does not fit {}: {} tensors are missing ({} ...), {} are unknown ({} ...).":
@@ -375,15 +379,15 @@ export const ZH = {
     "请选择扩散模型的 .safetensors 文件：{0} 不是 safetensors 文件。",
   "Use the bf16, fp16, fp8 (plain or scaled), int8 or GGUF file of the same model: {} {}.":
     "请使用同一模型的 bf16、fp16、fp8（普通或 scaled）、int8 或 GGUF 文件：{0} {1}。",
-  "Download {} again: what it says of its quantisation cannot be read ({}).":
-    "请重新下载 {0}：它关于量化的说明无法读取（{1}）。",
+  "Download {} again: its quantisation metadata cannot be read ({}: {}).":
+    "请重新下载 {0}：它的量化元数据无法读取（{1}：{2}）。",
   "Download {} again: it lacks {}.":
     "请重新下载 {0}：它缺少 {1}。",
-  "Use {}tensor_degree 1 with pipefusion_degree, or weights in bf16, fp16, fp8{}: tensor_degree={} cannot share out these quantised weights, as {} has {} inputs, in blocks of {}, and each device needs whole blocks.":
+  "Use {}tensor_degree 1 with pipefusion_degree, or weights in bf16, fp16, fp8{}: tensor_degree={} cannot shard these quantised weights, as {} has {} inputs, in blocks of {}, and each device needs whole blocks.":
     "请使用 {0}tensor_degree 1 与 pipefusion_degree，或 bf16、fp16、fp8{1} 的权重：tensor_degree={2} 不能拆分这些量化的权重，因为 {3} 有 {4} 个输入，每块 {5} 个，而每个设备需要完整的块。",
-  "tensor_degree cannot spread this model: what its layer {} of a {} is for is not known. Use 1, and pipefusion_degree to spread the weights.":
-    "tensor_degree 不能拆分此模型：其中 {1} 的层 {0} 的用途未知。请设为 1，并用 pipefusion_degree 分散权重。",
-  "Download the whole folder, or use the file of this model in ComfyUI's format: {} is a model of {}, of which a folder with its vae/config.json alone says which of them it is.":
+  "Use tensor_degree 1, and pipefusion_degree to split the weights: tensor parallelism does not know layer {} of a {}.":
+    "请使用 tensor_degree 1，并用 pipefusion_degree 拆分权重：张量并行不认识 {1} 的层 {0}。",
+  "Download the whole folder, or use the file of this model in ComfyUI's format: {} is a model of {}, whose variants only a folder with vae/config.json tells from each other.":
     "请下载整个文件夹，或使用此模型的 ComfyUI 格式文件：{0} 是 {1} 模型，只有带 vae/config.json 的文件夹才能说明是其中哪一个。",
   "Download {} again: it has metadata that cannot be read ({}).":
     "请重新下载 {0}：它的元数据无法读取（{1}）。",
@@ -609,14 +613,14 @@ export const ZH = {
     "rank {0}（{1}）无法加入其他进程：{2}：{3}",
   "For a model that ComfyUI itself knows use its own loader and KSampler, on one GPU.":
     "对于 ComfyUI 自己支持的模型，请使用它自己的加载器和 K采样器，在单个 GPU 上运行。",
+  "a detection or depth model, which generates no images":
+    "检测或深度模型，不生成图像",
   "docs/reference/models.md lists what xDiT runs.":
     "docs/reference/models.md 列出了 xDiT 能运行的模型。",
   "{} is {}. For a model that ComfyUI itself knows use its own loader and KSampler, on one GPU. docs/reference/models.md lists what xDiT runs.":
     "{0} 是{1}。对于 ComfyUI 自己支持的模型，请使用它自己的加载器和 K采样器，在单个 GPU 上运行。docs/reference/models.md 列出了 xDiT 能运行的模型。",
   "{} is {}. docs/reference/models.md lists what xDiT runs.":
     "{0} 是{1}。docs/reference/models.md 列出了 xDiT 能运行的模型。",
-  "a model that finds things in pictures, and draws none":
-    "在图像中查找物体、不生成图像的模型",
   "a U-Net of a kind that xDiT does not run":
     " xDiT 不运行的一种 U-Net",
   "part of a U-Net under diffusers' names, or a quantised one, which xDiT does not read":
@@ -687,10 +691,10 @@ export const ZH = {
     "在 {0} 上运行：{1}。方案：{2}",
   "running on {}: {}":
     "在 {0} 上运行：{1}",
-  "{}. Memory: {} GB a card. Next best: {} in {}":
-    "{0}。内存：每个 GPU {1} GB。次优：{2}，{3}",
-  "{}. Memory: {} GB a card":
-    "{0}。内存：每个 GPU {1} GB",
+  "{}. Memory: {} GB per device. Next best: {} in {}":
+    "{0}。内存：每个设备 {1} GB。次优：{2}，{3}",
+  "{}. Memory: {} GB per device":
+    "{0}。内存：每个设备 {1} GB",
   "{}, about {}: one device is as fast":
     "{0}，约 {1}：单个设备同样快",
   "{}, about {}: one device has too little memory":
@@ -711,10 +715,10 @@ export const ZH = {
     "{0}，1 个 patch",
   "{} (the latent has too few rows for {})":
     "{0}（latent 的行数不够 {1} 个 patch）",
-  "{} for speed: a usual picture is forecast to take {} instead of {} by {}":
-    "{0}，为了速度：估计一张典型图像用 {1}，而 {3} 用 {2}",
-  "{}, for speed: near to one device's picture ({} dB in the demo model with 4 patches)":
-    "{0}，为了速度：图像接近单个设备的（演示模型用 4 个 patch 时 PSNR 为 {1} dB）",
+  "{} for speed: a usual image is estimated to take {} instead of {} by {}":
+    "{0}，为了速度：预计一张普通图像用 {1}，而 {3} 用 {2}",
+  "{}, for speed: close to one device's image ({} dB in the demo model with 4 patches)":
+    "{0}，为了速度：图像接近单个设备的（演示模型用 4 块时 PSNR 为 {1} dB）",
   "{}, keys and values in fp8":
     "{0}，键和值以 fp8 传输",
   "{}, all in fp8":

@@ -1,5 +1,4 @@
-"""The commands of this package: python -m xdit_backend bench COMMAND, one file of bench/ each, plan,
-doctor, join and key."""
+"""The commands of python -m xdit_backend: bench COMMAND (one file of tools/bench each), plan, doctor, join and key."""
 
 import argparse
 import sys
@@ -35,10 +34,10 @@ def main():
 
 def make_parser():
     parser = argparse.ArgumentParser(prog="python -m xdit_backend",
-                                     description="Measures what xDiT for ComfyUI does on this machine.")
+                                     description="Measures and inspects xDiT for ComfyUI on this machine.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    bench = commands.add_parser("bench", help="time the parallel methods or the VAE, measure PipeFusion's pictures or "
-                                              "the forecasts",
+    bench = commands.add_parser("bench", help="time the parallel methods or the VAE, measure the quality of "
+                                              "PipeFusion's images or the accuracy of estimates",
                                 description="Without a command, or with layouts in its place, it runs `methods`.")
     benches = bench.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, module in BENCHES.items():
@@ -51,7 +50,7 @@ def make_parser():
 
 
 def _add(commands, name, module):
-    """A command that is a module: its docstring, its add_arguments and its main."""
+    """Add a command that is a module: its docstring is the help text, followed by its add_arguments and main."""
     summary, _, details = module.__doc__.partition("\n\n")
     one = commands.add_parser(name, help=summary[0].lower() + summary[1:].rstrip("."), description=summary,
                               epilog=details, formatter_class=Defaults)
@@ -60,7 +59,7 @@ def _add(commands, name, module):
 
 
 class Defaults(argparse.HelpFormatter):
-    """Help that says each option's default as it would be typed."""
+    """Help formatter that shows each option's default as it would be typed."""
 
     def _get_help_string(self, action):
         if action.default in (None, False, (), argparse.SUPPRESS):
@@ -73,7 +72,7 @@ class Defaults(argparse.HelpFormatter):
 
 
 def completed(arguments):
-    """The arguments with the command that `bench` alone, or `bench one ulysses2`, means."""
+    """The arguments with the command added that `bench` alone, or `bench one ulysses2`, stands for."""
     if arguments[:1] == ["bench"] and not (set(arguments[1:2]) & {*BENCHES, "-h", "--help"}):
         return ["bench", "methods", *arguments[1:]]
     return arguments

@@ -73,8 +73,8 @@ NEVER = {("idle", "cancel"), ("loading", "kill host"), ("idle", "kill host"), ("
          *((phase, kind) for phase in PHASES if phase != "computing" for kind in (*OF_FILES, "memory", "copy"))}
 # what errors say, each one of these
 SAID = dict.fromkeys(FAULTS, ("queue the prompt again", "while starting", "use a smaller latent", "is cut short"))
-SAID["write to file"] = ("was written to while a run had weights come from it",)
-SAID["copy"] = ("could not be copied from host memory",)
+SAID["write to file"] = ("was written to while a run was streaming weights from it",)
+SAID["copy"] = ("could not be copied from system RAM",)
 TOLERANCE = 1e-9
 
 

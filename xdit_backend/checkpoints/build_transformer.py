@@ -1,7 +1,5 @@
-"""The transformer of a file or folder, diffusers' or ComfyUI's: its config, and the model without weights.
-
-Pure: nothing of the weights is read.
-"""
+"""Construction of a checkpoint's transformer, diffusers' or ComfyUI's: its config, and the model without weights. No
+weights are read."""
 
 import importlib
 import json
@@ -25,21 +23,21 @@ def model_config(checkpoint):
 
 
 def metadata_of(checkpoint):
-    """The metadata of a file; of a diffusers folder, what its JSON files say, in the words of such metadata."""
+    """The metadata of a file; for a diffusers folder, its JSON files in the same format."""
     family = checkpoint.family
     if checkpoint.folder_config is None or not family.settings:
         return checkpoint.metadata
     settings = family.folder_metadata(checkpoint.folder)
     if settings is None:
         raise CheckpointError("Download the whole folder, or use the file of this model in ComfyUI's format: "
-                              f"{checkpoint.name} is a model of {family.name}, of which a folder with its "
-                              "vae/config.json alone says which of them it is.")
+                              f"{checkpoint.name} is a model of {family.name}, whose variants only a folder with "
+                              "vae/config.json tells from each other.")
     return {"config": json.dumps({"transformer": settings})}
 
 
 def metadata_settings(checkpoint):
-    """The family's settings as the metadata has them, under "_" and their names. Raises CheckpointError for values that
-    are not supported."""
+    """The family's settings from the metadata, with "_" before their names. Raises CheckpointError for unsupported
+    values."""
     family = checkpoint.family
     metadata = checkpoint.model_metadata if family.settings else {}
     try:
@@ -64,23 +62,22 @@ def build(family, config):
         model = _class_of(family).from_config(config)
     family.adapt_model(model, config)
     if family.is_comfyuis:
-        check_class(model, family)                             # with what amend has given its blocks
+        check_class(model, family)                             # including changes by adapt_model
     return model
 
 
 def _class_of(family):
-    """diffusers' class. It imports packages that others have installed: what is wrong with one is no fault of a
-    file."""
+    """diffusers' class. Its import may fail because of other installed packages, which is not the file's fault."""
     diffusers = importlib.import_module("diffusers")
     try:
         return getattr(diffusers, family.transformer)
     except (ImportError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"Mend or remove the package that is named last, in ComfyUI's Python: diffusers cannot "
+        raise CheckpointError(f"Repair or remove the package that is named last, in ComfyUI's Python: diffusers cannot "
                               f"import {family.transformer}: {error}") from error
 
 
 def build_empty(family, config):
-    """As build, with parameters on the meta device; buffers hold what the model makes itself."""
+    """As build, with parameters on the meta device; buffers have the values that the model computes."""
     from accelerate import init_empty_weights
     with init_empty_weights():
         return build(family, config)

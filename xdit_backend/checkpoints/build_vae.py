@@ -1,5 +1,4 @@
-"""Build diffusers' autoencoder, or ComfyUI's own, from the tensors of a VAE that ComfyUI has loaded. Called by the
-worker, offline."""
+"""Construction of diffusers' autoencoder, or ComfyUI's own, from the tensors of a VAE that ComfyUI has loaded."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -13,7 +12,7 @@ from ..comfyui.native_models import able_to_compute, class_at
 from ..memory.staging import StagingBuffers
 from ..protocol.errors import CheckpointError
 
-# Part of a tensor's name -> whose VAE it is. Looked for before the family without marks, whose names these have too.
+# Substring of a tensor's name -> owner of the VAE. Tested before the family without markers, which has these names too.
 OTHER_VAES = {
     "bn.running_mean": "Flux.2's with its norm, which the host takes off",
     "decoder.conv_in.conv.": "another video VAE",
@@ -24,11 +23,11 @@ OTHER_VAES = {
 
 def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device,
                      settings: Mapping[str, str] = MappingProxyType({})):
-    """The VAE with these weights, copied, in `dtype` on `device`. Without the encoder's or decoder's tensors it has
-    none. device: None: in host memory, and not copied where they have this type.
+    """The VAE with copies of these weights, in `dtype` on `device`. It has no encoder or decoder if their tensors are
+    missing. device: None: in system RAM, without copies if they have this dtype.
 
     Names are those of ComfyUI's first_stage_model.state_dict(). settings: see AutoencoderSpec. Raises CheckpointError
-    where tensors do not fit.
+    if tensors do not fit.
     """
     family = _family_of(tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if not any(part in name for part in family.unused)}
@@ -45,15 +44,15 @@ def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device,
             if getattr(vae, quant, None) is not None:
                 setattr(vae, quant, None)
     _check_fit(tensors, weights, vae)
-    place = torch.Tensor.contiguous if device is None else StagingBuffers(torch.device(device)).to_device
-    vae.load_state_dict({name: place(weight).to(dtype) for name, weight in weights.items()}, assign=True)
-    if family.is_comfyuis:                                     # tables that are in no file, in ComfyUI's type of them
+    copy = torch.Tensor.contiguous if device is None else StagingBuffers(torch.device(device)).to_device
+    vae.load_state_dict({name: copy(weight).to(dtype) for name, weight in weights.items()}, assign=True)
+    if family.is_comfyuis:                                     # tables that are in no file, in ComfyUI's dtype
         vae.to(device or "cpu", dtype)
     return vae.eval().requires_grad_(False)
 
 
 def _without_weights(family, config, settings):
-    if family.is_comfyuis:                                     # which have tables, and of which parts may be made anew
+    if family.is_comfyuis:                                     # which may rebuild tables and submodules
         with torch.device("meta"), able_to_compute():
             vae = class_of(family)(**config)
             family.finish(vae, settings)
@@ -65,7 +64,7 @@ def _without_weights(family, config, settings):
 
 
 def class_of(family):
-    """Of its autoencoder. Raises CheckpointError where that is ComfyUI's, which this machine lacks."""
+    """The class of its autoencoder. Raises CheckpointError if it is ComfyUI's and this machine has none."""
     if not family.is_comfyuis:
         return getattr(diffusers, family.autoencoder)
     theirs = class_at(family.autoencoder)
@@ -90,13 +89,13 @@ def _family_of(tensors):
 
 def _check_fit(tensors, weights, vae):
     needed = {name: tuple(parameter.shape) for name, parameter in vae.state_dict().items()}
-    given = {name: tuple(weight.shape) for name, weight in weights.items()}
-    wrong = [name for name in sorted({*needed, *given}) if needed.get(name) != given.get(name)]
+    found = {name: tuple(weight.shape) for name, weight in weights.items()}
+    wrong = [name for name in sorted({*needed, *found}) if needed.get(name) != found.get(name)]
     if wrong:
         name = wrong[0]
-        raise _refusal(f"{len(wrong)} tensors do not fit, the first is {name}: shape {given.get(name, 'none')} is "
+        raise _refusal(f"{len(wrong)} tensors do not fit, the first is {name}: shape {found.get(name, 'none')} is "
                       f"given, {needed.get(name, 'none')} is needed.")
     num_elements, num_converted = (sum(tensor.numel() for tensor in each.values()) for each in (tensors, weights))
-    if num_converted != num_elements:                          # converters pass over what they do not know
+    if num_converted != num_elements:                          # converters skip unknown tensors
         raise _refusal(f"Of the {num_elements} elements of its tensors, {num_elements - num_converted} are of unknown "
                        f"ones.")

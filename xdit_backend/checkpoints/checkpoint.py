@@ -1,8 +1,5 @@
-"""A checkpoint: a file or folder of a diffusion model, opened once, without its tensors. All that is known of it is
-asked here.
-
-Made by open_checkpoint on the host, by open_spec on each rank.
-"""
+"""A checkpoint: a file or folder of a diffusion model, opened once, without its tensors, and everything known about
+it."""
 
 import hashlib
 import logging
@@ -26,9 +23,9 @@ from .quantisation.layer_formats import Layer, attention_configs, layers_of
 from .safetensors_header import header_bytes, read_safetensors
 
 log = logging.getLogger(__name__)
-# ComfyUI saves some under model.model.
+# ComfyUI saves some models with the prefix model.model.
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.", "model.", "")
-IN_UNET = "up_blocks.0.resnets.0.conv1.weight"                 # of one under diffusers' names
+IN_UNET = "up_blocks.0.resnets.0.conv1.weight"                 # of a U-Net under diffusers' names
 
 
 @dataclass(frozen=True)
@@ -36,43 +33,43 @@ class Checkpoint:
     """The tensors of the diffusion model in a file or folder: names, dtypes and shapes.
 
     Names are without the file's prefix. The tensors of a U-Net's folder have the publisher's names here, and those of a
-    family's extra parts ComfyUI's.
+    family's extra components ComfyUI's.
     """
 
     path: str
     prefix: str                            # of the diffusion model's tensors in the file
-    files: tuple[str, ...]                 # that hold its tensors
+    files: tuple[str, ...]                 # with its tensors
     shapes: dict[str, tuple[int, ...]]
-    # safetensors' own names, e.g. "BF16"; or GGUF's; or a format of ComfyUI's, such as "nvfp4"
+    # safetensors' own names, e.g. "BF16"; or GGUF's; or a ComfyUI format, such as "nvfp4"
     dtypes: dict[str, str]
     metadata: dict[str, str]
-    folder_config: dict | None = None      # config.json of a transformer's folder; None of files and U-Nets
-    folder: Folder | None = None           # all that is read of a diffusers folder
+    folder_config: dict | None = None      # config.json of a transformer's folder; None for files and U-Nets
+    folder: Folder | None = None           # a diffusers folder
     # (file, name there) -> name here; None for a tensor that is left out
     renamed: dict[tuple[str, str], str | None] = field(default_factory=dict)
     other_tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)            # of an all-in-one checkpoint
-    layers: dict[str, Layer] = field(default_factory=dict)     # the weights of ComfyUI's quantised layers
+    layers: dict[str, Layer] = field(default_factory=dict)     # weights of ComfyUI's quantised layers
     stored: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)  # GGUF: (first byte, stored shape)
-    recognised: Family | None = None       # where another process has recognised it
+    recognised: Family | None = None       # the family, if another process has detected it
 
     def name_of(self, key, file):
-        """The name here of a tensor that a file calls `key`; None where it is not the diffusion model's."""
+        """The name here of a tensor named `key` in a file; None if it is not the diffusion model's."""
         name = self.renamed.get((file, key), key.removeprefix(self.prefix))
         return name if key.startswith(self.prefix) and name in self.shapes else None
 
     @property
     def name(self):
-        """Of the file or folder, for a person."""
+        """Base name of the file or folder, for messages."""
         return os.path.basename(self.path)
 
     @cached_property
     def family(self):
-        """The Family of this model. Raises CheckpointError where it has none that can be run, saying which can."""
+        """The Family of this model. Raises CheckpointError if it is not supported, with the supported ones."""
         return self.recognised or recognise(self)
 
     @cached_property
     def config(self):
-        """Arguments of the family's diffusers class. What is wrong with it, `meta_model` says."""
+        """Arguments of the family's diffusers class. They are validated by `meta_model`."""
         return model_config(self)
 
     @cached_property
@@ -80,21 +77,21 @@ class Checkpoint:
         return {}
 
     def meta_model(self, quantisation=""):
-        """The diffusers model on the meta device, with weights as they are held: see meta_model.py. Made once for each
-        quantisation; who asks must not change it."""
+        """The diffusers model on the meta device, with weights as stored: see meta_model.py. Cached for each
+        quantisation; callers must not change it."""
         if quantisation not in self._meta_models:
             self._meta_models[quantisation] = meta_model(self, quantisation)
         return self._meta_models[quantisation]
 
     @cached_property
     def model_metadata(self):
-        """What the file's metadata says of the model; of a folder, what its config.json says, in the same words."""
+        """The file's metadata about the model; for a folder, its config.json in the same format."""
         return metadata_of(self)
 
     def spec(self, storage_dtype, compute_dtype, stages=None, tensor_degree=1, quantisation="", fast=False,
              weights_memory=0):
-        """The ModelSpec of this model. Its name changes with the files, dtypes and degrees. Raises CheckpointError
-        where a file is gone."""
+        """The ModelSpec of this model. Its name changes with the files, dtypes and degrees. Raises CheckpointError if a
+        file is missing."""
         form = storage_dtype, compute_dtype, stages, tensor_degree, quantisation, fast, weights_memory
         return ModelSpec(f"{self.name}-{self._state}{_digest(form)}", self.family.name, self.path, *form)
 
@@ -107,13 +104,13 @@ class Checkpoint:
                                   f"{error.filename} is no longer there.") from error
 
     def check_is(self, spec):
-        """Raise CheckpointError where the files have changed since the ModelSpec was made."""
+        """Raise CheckpointError if the files have changed since the ModelSpec was made."""
         if not (spec.state or spec.name.rpartition("-")[2]).startswith(self._state):
-            raise CheckpointError(f"Queue the prompt again, which loads the file anew: {self.name} has changed on "
-                                  "disk since Load xDiT Model read it, and its weights are needed again.")
+            raise CheckpointError(f"Queue the prompt again, which reloads the file: {self.name} has changed on disk "
+                                  "since Load xDiT Model read it, and its weights are needed again.")
 
     def under_diffusers_names(self, tensors):
-        """{name in diffusers' model: tensor} of {name here: tensor}. Some may be on the meta device."""
+        """{name in diffusers' model: tensor} from {name here: tensor}. Some may be on the meta device."""
         if self.folder_config is None:
             return self.family.convert(tensors, self.config)
         tensors = self.family.with_split_linears(tensors)
@@ -123,7 +120,7 @@ class Checkpoint:
 
     @property
     def is_packed(self):
-        """Are some tensors stored quantised?"""
+        """Whether some tensors are stored quantised."""
         return bool(self.layers or self.stored)
 
     @property
@@ -135,7 +132,7 @@ class Checkpoint:
 def open_checkpoint(path):
     """Read the header of a safetensors or GGUF file, or of the transformer in a diffusers folder.
 
-    Raises CheckpointError for what is not a whole file or a complete folder, or cannot be opened.
+    Raises CheckpointError if the file or folder is invalid, incomplete or cannot be opened.
     """
     try:
         if os.path.isdir(path):
@@ -153,8 +150,8 @@ def _read_safetensors(path):
     layers, marks = layers_of(shapes, dtypes, metadata, lambda name: read(prefix + name), os.path.basename(path),
                               prefix)
     if configs := attention_configs(shapes):
-        log.info("%s names an attention backend for %d attentions. xDiT uses that of attention in xDiT Parallel Config "
-                 "instead.", os.path.basename(path), len(configs))
+        log.info("%s selects an attention backend for %d modules, which is ignored: xDiT uses the attention "
+                 "backend of xDiT Parallel Config.", os.path.basename(path), len(configs))
     kitchen_layers.check(layers.values(), os.path.basename(path))
     shapes |= {name: layer.shape for name, layer in layers.items()}
     dtypes |= {name: layer.type for name, layer in layers.items()}
@@ -168,12 +165,12 @@ def _read_safetensors(path):
 
 
 def state_of(files):
-    """8 digits that change when any of these files changes on disk. Raises FileNotFoundError where one is gone."""
+    """8 digits that change when any of these files changes on disk. Raises FileNotFoundError if one is missing."""
     return _digest([(file, os.stat(file).st_mtime_ns, os.stat(file).st_size) for file in files])
 
 
 def open_spec(spec):
-    """The Checkpoint of a ModelSpec. Raises CheckpointError where its files have changed since."""
+    """The Checkpoint of a ModelSpec. Raises CheckpointError if its files have changed since."""
     checkpoint = replace(open_checkpoint(spec.path), recognised=FAMILIES[spec.family])
     checkpoint.check_is(spec)
     return checkpoint
@@ -216,7 +213,7 @@ def _read_folder(path):
     if is_unet:
         publishers = publishers_names([key for _, key in tensors])
         renamed |= {(file, key): publishers[key] for file, key in tensors}
-    tensors = {renamed.get(place, place[1]): value for place, value in tensors.items()}
+    tensors = {renamed.get(key, key[1]): value for key, value in tensors.items()}
     tensors.pop(None, None)
     return Checkpoint(str(path), "", tuple(map(str, folder.files)), {key: shape for key, (_, shape) in tensors.items()},
                   {key: dtype for key, (dtype, _) in tensors.items()}, {}, None if is_unet else folder.config, folder,

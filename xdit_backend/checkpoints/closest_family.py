@@ -1,30 +1,29 @@
-"""For a file that no family recognises: to which family it is closest, and what differs. Used by detection.py."""
+"""The family closest to an unrecognised file, and the difference between them."""
 
 import bisect
 
 from ..models import FAMILIES
 
-MAX_COMPARED = 2 ** 13                     # tensors, more than twice as many as the largest published model has
-MAX_MISSING, MIN_FOUND = 2, 3              # of a family's tensors: what a near file may lack, and what it has to have
-# of a tensor that is not there, so that what else a family asks for can be seen
+MAX_COMPARED = 2 ** 13                     # tensors, more than twice those of the largest published model
+MAX_MISSING, MIN_FOUND = 2, 3              # tensors of a family that a similar file may lack, and must have
+# of a placeholder for a missing tensor, so that the family's further requirements are tested
 A_SHAPE = (64, 64)
-# of rules that are asked about a file of another kind
+# errors of rules that are applied to a file of another kind
 NOT_THERE = KeyError, IndexError, ValueError, TypeError, ArithmeticError
 
 
 class _Name(str):
-    """A tensor's name that remembers what it was compared with."""
+    """A tensor name that records the prefixes it was compared with."""
 
     prefixes: set
 
-    def startswith(self, prefix, *place):
+    def startswith(self, prefix, *args):
         self.prefixes.add(prefix)
-        return super().startswith(prefix, *place)
+        return super().startswith(prefix, *args)
 
 
 class _RecordedShapes(dict):
-    """Shapes that remember, in order, which tensors were asked for:
-    those that were there, those that were not, and prefixes."""
+    """Shapes that record, in order, which tensors were looked up: found ones, missing ones, and prefixes."""
 
     def __init__(self, shapes):
         super().__init__(shapes)
@@ -54,8 +53,8 @@ class _RecordedShapes(dict):
 
 
 def nearest(shapes):
-    """(the Family that a file with such tensors is nearest to, what differs, in words),
-    or None where it is near to none."""
+    """(Family that a file with these tensors is closest to, text about the difference), or None if it is close to
+    none."""
     if len(shapes) > MAX_COMPARED:
         return None
     names = sorted(shapes)
@@ -65,8 +64,8 @@ def nearest(shapes):
 
 
 def _compared(family, shapes, names):
-    """(how far, the family, what differs), or None: with the tensors added that its rules ask for,
-    a near file is of the family. names: of the shapes, sorted."""
+    """(distance, the family, text about the difference), or None. A file is close if it is recognised once the tensors
+    that the rules look for are added. names: of the shapes, sorted."""
     prefixes = {list_.file_prefix for list_ in family.blocks}
     missing = [prefix for prefix in prefixes if not _is_there(prefix, names)]
     if len(missing) > MAX_MISSING:
@@ -90,20 +89,20 @@ def _compared(family, shapes, names):
     found = {*recorded.found, *prefixes} - {*missing}
     if len(missing) > MAX_MISSING or len(found) < MIN_FOUND or difference is None or missing and not known:
         return None
-    parts = {name.split(".")[0] for name in (*found, *recorded.prefixes)}
-    unknown = {name.split(".")[0] for name in shapes} - parts
+    prefixes_used = {name.split(".")[0] for name in (*found, *recorded.prefixes)}
+    unknown = {name.split(".")[0] for name in shapes} - prefixes_used
     return (max(1, len(missing)), not missing, len(unknown), -len(found)), family, difference
 
 
 def _is_there(prefix, names):
-    """Does one of these sorted names begin so?"""
-    place = bisect.bisect_left(names, prefix)
-    return place < len(names) and names[place].startswith(prefix)
+    """Whether one of these sorted names starts with the prefix."""
+    index = bisect.bisect_left(names, prefix)
+    return index < len(names) and names[index].startswith(prefix)
 
 
 def _shape_that_differs(family, shapes, found):
-    """In words, the tensor with which a file would be of the family if it had another number of dims;
-    None where there is none."""
+    """Text about the tensor with which a file would match the family if it had another number of dims; None if there is
+    none."""
     for name in dict.fromkeys(reversed(found)):
         for num_dims in range(1, 6):
             try:

@@ -1,5 +1,5 @@
-"""Which family a checkpoint belongs to, by its tensors or by a folder's config.json; and where it belongs to none, what
-kind of file it is. Called by checkpoint.py."""
+"""Detection of a checkpoint's family by its tensors or by a folder's config.json; for other files, of the kind of
+file."""
 
 from ..models import FAMILIES
 from ..models.common.family import Family
@@ -9,18 +9,18 @@ from .closest_family import NOT_THERE, nearest
 
 
 def article(name):
-    """ "a" or "an", as a model's name is spoken."""
+    """"a" or "an", as a model's name is pronounced."""
     return "an" if name.startswith(("A", "E", "I", "O", "SD", "LTX")) else "a"
 
 
-# parts of tensors' names -> what such files are. Some have their model's own names beside these
-BESIDE_A_MODEL = ((("control_model.", "controlnet_", "zero_convs."),
+# substrings of tensor names -> kind of file. Some of these files also have the names of the model they extend
+WITH_A_MODEL = ((("control_model.", "controlnet_", "zero_convs."),
                    "a ControlNet: load it with Load ControlNet Model"),)
-# looked through in this order, for files that are no model of a family. A name begins with "^."
+# tried in this order for files of no known family. "^." marks the start of a name
 OTHERS = (
     ((".lora_", ".lora.", "_lora.", ".lokr_", ".hada_", ".diff_b"), "a LoRA: load it with a LoRA node"),
     ((".backbone.stem.", ".detector.backbone.", ".refinenet1."),
-     "a model that finds things in pictures, and draws none"),
+     "a detection or depth model, which generates no images"),
     (("down_blocks.0.attentions.", "down_blocks.1.attentions."),
      "part of a U-Net under diffusers' names, or a quantised one, which xDiT does not read"),
     (("input_blocks.",), "a U-Net of a kind that xDiT does not run"),
@@ -43,14 +43,14 @@ CLASSES = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtT
 
 
 def recognise(checkpoint) -> Family:
-    """The family of a Checkpoint. Raises CheckpointError when it is none that can be run, saying which can."""
+    """The family of a Checkpoint. Raises CheckpointError if no supported family matches, with the supported ones."""
     name = checkpoint.name
     if checkpoint.folder_config is not None:
         return _family_of_folder(name, checkpoint.folder)
-    _refuse_others(name, checkpoint.shapes, BESIDE_A_MODEL)
+    _refuse_others(name, checkpoint.shapes, WITH_A_MODEL)
     for family in FAMILIES.values():
         if _apply_rule(family.recognise, checkpoint.shapes):
-            # Where what it would look at is not there, outline() names it.
+            # if a tensor that the rule reads is missing, meta_model() names it
             reason = _apply_rule(family.refuse, checkpoint.shapes, checkpoint.other_tensors)
             if reason:
                 raise CheckpointError(f"{name} is {article(family.name)} {family.name} model, but {reason}.")
@@ -67,7 +67,7 @@ def recognise(checkpoint) -> Family:
 
 
 def _apply_rule(rule, *arguments):
-    """What a family's rule says of a file; None where the file lacks what the rule looks at."""
+    """The result of a family's rule for a file; None if the file lacks a tensor that the rule reads."""
     try:
         return rule(*arguments)
     except NOT_THERE:
@@ -83,8 +83,8 @@ def _refuse_others(name, shapes, others):
 
 
 def _family_of_folder(name, folder):
-    """The family of the class in config.json. Several families may share a class, and differ in their fixed settings:
-    the one that config.json contradicts least, then the one that it agrees with most."""
+    """The family of the class in config.json. Of several families with the same class and different fixed settings: the
+    one that config.json contradicts least, then the one that it agrees with most."""
     config = folder.config
     class_arguments = [family for family in FAMILIES.values() if class_name(config) == family.transformer]
     of_files = [family.name for family in FAMILIES.values() if family.transformer.endswith(f":{class_name(config)}")]
@@ -97,8 +97,8 @@ def _family_of_folder(name, folder):
 
 
 def _agreement(family, folder):
-    """(minus the number of settings of config.json that contradict the family's fixed ones, the number of those that
-    agree and of extra parts that both have). A setting that config.json lacks agrees."""
+    """(minus the number of settings of config.json that contradict the family's fixed ones, the number that agree plus
+    the extra components that both have). A setting missing from config.json agrees."""
     fixed = {key: plain(value) for key, value in family.config.rules.items()
              if not callable(value) and key not in family.config_from_tensors}
     agreeing = sum(plain(folder.config.get(key, value)) == value for key, value in fixed.items())
@@ -106,13 +106,13 @@ def _agreement(family, folder):
 
 
 def plain(value):
-    """A value of a config as JSON has it, where tuples are lists."""
+    """A config value as JSON stores it, with tuples as lists."""
     return list(value) if isinstance(value, (tuple, list)) else value
 
 
 def class_name(config):
-    """The class that a folder's config.json means; older ones name what DiT's and PixArt's were split from.
-    "" where it says none."""
+    """The class of a folder's config.json; older ones name the class that DiT's and PixArt's were split from. "" if
+    there is none."""
     name = config.get("_class_name") or config.get("architectures")            # the second is of text encoders
     name = name[0] if isinstance(name, list) and name else name
     if not isinstance(name, str):
@@ -121,11 +121,11 @@ def class_name(config):
 
 
 def _describe_class(class_name):
-    """What a model of a class is that no family has."""
+    """Text for a model class that no family has."""
     if not class_name:
         return "a folder whose config.json does not say which model it is (_class_name), as diffusers' do"
     text = "which is a text encoder: load a file of it with Load CLIP"
     kinds = {"Autoencoder": "which is a VAE: load a file of it with Load VAE", "Text": text, "Encoder": text,
              "ControlNet": "which is a ControlNet: load a file of it with Load ControlNet Model"}
-    what = next((words for mark, words in kinds.items() if mark in class_name), "which xDiT does not run")
+    what = next((text for mark, text in kinds.items() if mark in class_name), "which xDiT does not run")
     return f"a {class_name[:MAX_SHOWN]}, {what}"

@@ -1,5 +1,4 @@
-"""Which files of a diffusers folder are its diffusion model, and what those beside it say of it.
-For checkpoint.py and other machines."""
+"""Files of a diffusers folder: its diffusion model's weights, and the configs of it and of other components."""
 
 import os
 import re
@@ -11,8 +10,8 @@ from ..protocol.bounded_json import parse_json
 from ..protocol.errors import CheckpointError
 from .header_limits import MAX_CONFIG_BYTES, MAX_CONFIG_VALUES
 
-PARTS = ("transformer", "unet")
-# what the other parts of a folder say of the diffusion model
+COMPONENTS = ("transformer", "unet")
+# configs of other components that describe the diffusion model
 OTHER_CONFIGS = {"model_index": "model_index.json", "scheduler": "scheduler/scheduler_config.json",
                  "vae": "vae/config.json"}
 SHARD = re.compile(r"-(\d+)-of-(\d+)")
@@ -21,18 +20,17 @@ INSTEAD = "Download the folder again, or choose another."
 
 @dataclass(frozen=True)
 class Folder:
-    """What is read of a diffusers folder."""
+    """The contents of a diffusers folder that are read."""
 
     config: dict                           # of the diffusion model
     files: tuple[Path, ...]                # with weights
-    other_configs: dict[str, dict]         # those of OTHER_CONFIGS that are there
-    extra_parts: dict[str, dict]           # another part whose weights are read -> its config
+    other_configs: dict[str, dict]         # those of OTHER_CONFIGS that exist
+    extra_parts: dict[str, dict]           # other component whose weights are read -> its config
     config_files: tuple[Path, ...]         # all JSON files that were read
 
 
 def files_of(path):
-    """The files that are read of a model: itself, or those of a diffusers folder.
-    Raises CheckpointError where a folder is none."""
+    """The files of a model: itself, or those of a diffusers folder. Raises CheckpointError if a folder is not one."""
     if not os.path.isdir(path):
         return [str(path)]
     folder = read_folder(path)
@@ -40,73 +38,73 @@ def files_of(path):
 
 
 def extra_parts():
-    """{a part of a folder that belongs to a family's model, beside PARTS: (name of a tensor there) -> its name in the
-    checkpoint, or None}"""
+    """{component of a folder that belongs to a family's model, in addition to PARTS: function from the name of a tensor
+    there to its name in the checkpoint, or None}."""
     return {part: name_of for family in FAMILIES.values() for part, name_of in family.extra_parts.items()}
 
 
 def read_folder(folder):
-    """Read a diffusers folder, or the part of one that holds a diffusion model, with its extra parts.
+    """Read a diffusers folder, or its subfolder with the diffusion model, with its extra components.
 
-    Raises CheckpointError where it is no such folder, or incomplete.
+    Raises CheckpointError if it is not such a folder, or incomplete.
     """
     folder = Path(folder)
-    own = next((folder / part for part in PARTS if (folder / part).is_dir()), folder)
+    own = next((folder / part for part in COMPONENTS if (folder / part).is_dir()), folder)
     config = own / "config.json"
     if not config.is_file():
         raise CheckpointError(f"{folder.name} is not a diffusers folder with a transformer or a U-Net: {own} lacks "
-                              f"config.json.{_parts(folder)}")
+                              f"config.json.{_describe_components(folder)}")
     files = _weights(own, folder.name)
     root = folder.parent if own == folder and (folder.parent / OTHER_CONFIGS["model_index"]).is_file() else folder
     other_configs = {name: root / path for name, path in OTHER_CONFIGS.items() if (root / path).is_file()}
-    parts = {part: root / part / "config.json" for part in extra_parts() if (root / part / "config.json").is_file()}
-    for part in parts:
+    components = {part: root / part / "config.json" for part in extra_parts()
+                  if (root / part / "config.json").is_file()}
+    for part in components:
         files += _weights(root / part, folder.name)
     return Folder(read_json(config), files, {name: read_json(path) for name, path in other_configs.items()},
-                  {part: read_json(path) for part, path in parts.items()},
-                  (config, *other_configs.values(), *parts.values()))
+                  {part: read_json(path) for part, path in components.items()},
+                  (config, *other_configs.values(), *components.values()))
 
 
 def read_json(path):
-    """What a JSON file of a folder says, by name. Raises CheckpointError for what cannot be read or is something
-    else."""
+    """The settings in a JSON file of a folder. Raises CheckpointError if it cannot be read or is not an object."""
     path = Path(path)
     try:
         with open(path, "rb") as file:
             settings = parse_json(file.read(MAX_CONFIG_BYTES + 1), MAX_CONFIG_BYTES, MAX_CONFIG_VALUES)
-    except (ValueError, OSError) as error:                     # what is no text is a ValueError too
+    except (ValueError, OSError) as error:                     # invalid text raises ValueError too
         raise CheckpointError(f"{INSTEAD} {path} is not a JSON file that can be read ({error}).") from error
     if not isinstance(settings, dict):
-        raise CheckpointError(f"{INSTEAD} {path} holds a {type(settings).__name__}, and diffusers writes settings by "
-                              "name there.")
+        raise CheckpointError(f"{INSTEAD} {path} contains a {type(settings).__name__}, and must contain an object of "
+                              "settings.")
     return settings
 
 
 def _weights(own, name):
-    """The files of one set of weights: of the one without a variant (fp16, ...), else of the only one.
-    A set may be of several shards."""
+    """The files of one set of weights: of the one without a variant (fp16, ...), otherwise of the only one. A set may
+    have several shards."""
     sets = {}
     for file in sorted(own.glob("*.safetensors")):
         shard = SHARD.search(file.stem)
         sets.setdefault((SHARD.sub("", file.stem), int(shard[2]) if shard else 1), []).append(file)
     plain = {key: files for key, files in sets.items() if "." not in key[0]} or sets
     if not plain:
-        pickled = " Its .bin files can run code when they are read, and are not." if list(own.glob("*.bin")) else ""
+        pickled = " Its .bin files are not read, since they can run code." if list(own.glob("*.bin")) else ""
         raise CheckpointError(f"{name} is not a diffusers folder with a transformer or a U-Net that can be read: "
                               f"{own} lacks .safetensors files.{pickled} {INSTEAD}")
     if len(plain) > 1:
         several = " and as ".join(files[0].name for files in plain.values())
-        raise CheckpointError(f"Leave the files of one model in {own}: {name} has it more than once, as {several}, "
-                              "and which is meant is not clear.")
+        raise CheckpointError(f"Leave the files of one model in {own}: {name} contains it more than once, as {several}"
+                              ", and the choice is ambiguous.")
     (_, count), files = next(iter(plain.items()))
     if len(files) < count:
-        raise CheckpointError(f"{INSTEAD} {name} is not whole: {own} has {len(files)} of {count} shards, "
-                              f"{files[0].name} among them.")
+        raise CheckpointError(f"{INSTEAD} {name} is incomplete: {own} has {len(files)} of {count} shards, including "
+                              f"{files[0].name}.")
     return tuple(files)
 
 
-def _parts(folder):
-    """What a folder without a diffusion model has instead, as a sentence."""
+def _describe_components(folder):
+    """A sentence about the components of a folder without a diffusion model."""
     others = sorted(path.parent.name for path in folder.glob("*/config.json"))
     loaders = [loader for part, loader in (("text_encoder", "Load CLIP"), ("vae", "Load VAE"))
                if any(each.startswith(part) for each in others)]

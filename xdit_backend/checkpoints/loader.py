@@ -1,7 +1,6 @@
-"""Load a diffusers transformer from a file of any format its family knows, or from a diffusers folder. Called by the
-engine on each rank.
+"""Loading of a diffusers transformer from a file of any format that its family supports, or from a diffusers folder.
 
-All ranks map the same file, so the machine holds it once; a rank reads only the tensors it needs.
+All ranks map the same file, so that the machine has it in memory once; a rank reads only the tensors it needs.
 """
 
 from dataclasses import dataclass, field
@@ -22,30 +21,30 @@ from .quantisation.layerwise_casting import Casts, cast_at_use, unpack_at_use
 from .quantisation.quantise_on_load import quantised
 from .quantisation.quantised_weights import packed_weights, set_packed_parameters
 from .tensor_reader import read_auxiliary, read_file, read_plain
-from .tensor_sharding import held, narrow, splits_of
+from .tensor_sharding import narrow, splits_of, storage_dtypes
 
 
 @dataclass
 class Transformer:
-    """A diffusers model with the weights that this rank holds, and where they come from."""
+    """A diffusers model with this rank's weights, and their sources."""
 
     model: torch.nn.Module
     checkpoint: Checkpoint
     spec: ModelSpec
     device: torch.device
     tensor_rank: int = 0                   # of spec.tensor_degree
-    blocks: range | None = None            # whose weights are here, over all lists of the plan; None: all
-    # {name: Split} of the weights of which a tensor rank holds a share
+    blocks: range | None = None            # loaded here, over all lists of the plan; None: all
+    # {name: Split} of the sharded weights
     splits: dict = field(default_factory=dict)
-    # {id: map of its part of the file} of weights that are there as held here
+    # {id: region of the mapped file} of weights whose stored form equals the file's
     files: dict = field(default_factory=dict)
-    # of weights that are held in another type than they are computed with
+    # of weights stored in another type than they are computed with
     casts: Casts = field(default_factory=Casts)
-    # the blocks whose weights are in host memory; None: all weights are on the device
+    # blocks whose weights are offloaded to system RAM; None: all weights are resident
     offloaded: OffloadedBlocks | None = None
-    # where those are kept that the file has otherwise, while the model is loaded
+    # host copies of offloaded weights that differ from the file, while the model is loaded
     host_copies: HostCopies = field(default_factory=HostCopies)
-    piece_bytes: int | None = None         # of StagingBuffers
+    chunk_bytes: int | None = None         # of StagingBuffers
 
     @property
     def family(self):
@@ -57,20 +56,20 @@ class Transformer:
         return self.checkpoint.config
 
     def needs(self, name):
-        """Does this rank hold something of this tensor of the file?"""
+        """Whether this rank needs this tensor of the file, or a shard of it."""
         return self.blocks is None or (block := self._block_of(name)) is None or block in self.blocks
 
     def share(self, name, tensor, addresses):
-        """This rank's share of a tensor, None where it has none. It keeps no more of memory than itself, but for maps
-        of the file, which are at these addresses."""
+        """This rank's shard of a tensor; None if it has none. Its memory contains nothing else, unless it is a region
+        of a mapped file. addresses: of these maps."""
         own = (self.splits[name].own(tensor, self.spec.tensor_degree, self.tensor_rank) if name in self.splits
                else tensor)
         is_part = own is not None and own is not tensor and own.untyped_storage().nbytes() > own.nbytes
         return own.clone() if is_part and own.untyped_storage().data_ptr() not in addresses else own
 
     def hold(self, weight, tensor, dtype, staging, addresses):
-        """Give a weight these values, moved, and cast on the device; and know whether they are a map of the file. One
-        that comes from host memory is given them there."""
+        """Set a weight to these values, moved to the device and cast there, and record whether they are a region of the
+        mapped file. An offloaded weight is set in system RAM."""
         if self.offloaded is not None and id(weight) in self.offloaded.weights:
             self.offloaded.replace(weight, in_host_memory(tensor, dtype, staging))
             return
@@ -80,8 +79,7 @@ class Transformer:
             self.files[id(weight)] = tensor
 
     def _block_of(self, name):
-        """Index of the block that a tensor of the file belongs to, over all lists;
-        None for what is outside the blocks."""
+        """Index of the block of a tensor of the file, over all lists; None for tensors outside the blocks."""
         first = 0
         if self.family.is_unet or name.startswith(self.family.plan.shared_parameters):
             return None
@@ -96,17 +94,17 @@ class Transformer:
 
 
 def load_transformer(spec, device, on_progress=lambda done, total: None, choose_blocks=None, tensor_rank=0,
-                     host_copies=None, piece_bytes=None):
-    """The Transformer with the weights of a file or folder, in spec's dtypes, on `device`.
+                     host_copies=None, chunk_bytes=None):
+    """Load a Transformer from a file or folder, in spec's dtypes, on `device`.
 
-    choose_blocks(model without weights) -> a range: load these blocks only, and read nothing of the others, which stay
-    on the meta device. Blocks are numbered over all of the plan's lists. tensor_rank: which rank of spec.tensor_degree
-    this is. With spec.weights_memory, weights of some blocks stay in host memory (block_offload.py); host_copies: where
-    those are kept that the file has otherwise; None: in this process. piece_bytes: of StagingBuffers.
+    choose_blocks(model without weights) -> a range: load only these blocks. Others are not read and stay on the meta
+    device. Blocks are numbered over all of the plan's lists. tensor_rank: rank within spec.tensor_degree. With
+    spec.weights_memory, the weights of some blocks are offloaded to system RAM (block_offload.py). host_copies: memory
+    for offloaded weights that differ from the file; None: of this process. chunk_bytes: of StagingBuffers.
 
-    Weights that are held in the dtype of the file stay maps of it on CPU devices. on_progress(done, total) counts bytes
-    of the file, after each tensor, and may raise to give up. Raises CheckpointError when the tensors of the file and of
-    the model do not match, or the file is another by now.
+    On CPU devices, weights stored in the dtype of the file stay regions of its map. on_progress(done, total) counts
+    bytes of the file, after each tensor, and may raise to cancel. Raises CheckpointError if the tensors of the file and
+    of the model do not match, or the file has changed.
     """
     checkpoint = open_spec(spec)
     family = checkpoint.family
@@ -114,11 +112,11 @@ def load_transformer(spec, device, on_progress=lambda done, total: None, choose_
     packed = packed_weights(checkpoint, model, spec.quantisation)
     set_packed_parameters(model, packed)
     loaded = Transformer(model, checkpoint, spec, device, tensor_rank, choose_blocks(model) if choose_blocks else None,
-                         splits_of(model, family, spec), piece_bytes=piece_bytes)
+                         splits_of(model, family, spec), chunk_bytes=chunk_bytes)
     offloaded = (plan_weights(model, family, spec, spec.weights_memory, loaded.blocks)[1]
                  if spec.weights_memory else {})
     tensors = read_file(checkpoint, lambda name: loaded.needs(name))
-    # kept until the end, so that no other tensor gets their addresses
+    # referenced until the end, so that no other tensor gets their addresses
     maps = list(tensors.values())
     tensors = _converted(tensors, checkpoint, packed)
     to_quantise = {name: (tensors.pop(name), how.type) for name, how in packed.items() if not how.is_in_file}
@@ -143,13 +141,13 @@ def load_transformer(spec, device, on_progress=lambda done, total: None, choose_
 
 
 def _offloaded(loaded, names):
-    """The OffloadedBlocks of a model. names: {name of a weight: its block}, in the order of the blocks."""
-    staging = StagingBuffers(loaded.device, loaded.piece_bytes)
+    """The OffloadedBlocks of a model. names: {name of a weight: its block}, in the order of blocks."""
+    staging = StagingBuffers(loaded.device, loaded.chunk_bytes)
     blocks = OffloadedBlocks(loaded.device, CopyThread(loaded.device, staging), files=loaded.checkpoint.files)
     weights: dict[int, list] = {}
     tensors = dict((*loaded.model.named_parameters(), *loaded.model.named_buffers()))
     for name, block in names.items():
-        if name in tensors:                                    # a rank may have none of a bias
+        if name in tensors:                                    # some ranks do not have a bias
             weights.setdefault(block, []).append(tensors[name])
     for block, own in weights.items():
         blocks.add(block, own)
@@ -157,8 +155,8 @@ def _offloaded(loaded, names):
 
 
 def _converted(tensors, checkpoint, packed):
-    """{name in the model: tensor}. tensors: of the file.
-    What is packed there stays so, beside its scale; the rest is plain numbers."""
+    """{name in the model: tensor}. tensors: of the file. Packed weights stay packed, with their scales; all others
+    become plain numbers."""
     if checkpoint.folder_config is not None:
         return checkpoint.under_diffusers_names(tensors)
     packed = {name: how for name, how in packed.items() if how.is_in_file}
@@ -173,25 +171,25 @@ def _converted(tensors, checkpoint, packed):
 
 
 def _move(loaded, addresses, to_quantise, on_progress, offloaded, in_blocks):
-    """Take this rank's share of one tensor after the other, move and cast it, so that never two copies of the model
-    exist. addresses: of the file's tensors. offloaded: names of weights that stay in host memory. in_blocks: {name of
-    scales that are held in tiles: the Layer}.
+    """Take this rank's shard of one tensor after the other, and move and cast it, so that there are never two copies of
+    the model. addresses: of the file's tensors. offloaded: names of offloaded weights. in_blocks: {name of scales that
+    are stored in tiles: the Layer}.
 
-    to_quantise: {name: (tensor, type)} of weights that the model lacks, which are quantised on the device; emptied.
-    Rows stand alone, so a rank quantises its own; of columns it has a share when the rows were quantised whole.
+    to_quantise: {name: (tensor, type)} of weights to quantise on the device; emptied. Rows are quantised independently,
+    so a rank quantises only its own; a shard of columns is taken after quantising full rows.
     """
     model, spec, splits = loaded.model, loaded.spec, loaded.splits
     tensors = [(name, weight, to_quantise[name][0] if name in to_quantise else weight, dtype) for name, weight, dtype in
-               held(model, loaded.family, spec)]
+               storage_dtypes(model, loaded.family, spec)]
     tensors = [each for each in tensors if not each[2].is_meta]                               # not of another stage
-    staging = StagingBuffers(loaded.device, loaded.piece_bytes)
+    staging = StagingBuffers(loaded.device, loaded.chunk_bytes)
     read_bytes = [source.nbytes * (splits[name].share(spec.tensor_degree, loaded.tensor_rank) if name in splits
                                    and not (
                                        name in to_quantise and splits[name].dim) else 1)
                   for name, _, source, _ in tensors]
     done_bytes, total_bytes = 0.0, round(sum(read_bytes))
 
-    def in_tiles(name, own):                                   # before others see it in host memory
+    def in_tiles(name, own):                                   # before other ranks see it in shared memory
         if name not in in_blocks:
             return own
         return kitchen_layers.in_tiles(in_blocks[name], {"weight_scale": own})["weight_scale"]
@@ -219,18 +217,18 @@ def _move(loaded, addresses, to_quantise, on_progress, offloaded, in_blocks):
 
 
 def addresses_of(maps):
-    """Where these maps of a file are in memory."""
+    """Addresses of these memory maps of a file."""
     return {tensor.untyped_storage().data_ptr() for tensor in maps if not tensor.is_meta}
 
 
 def moved(tensor, device, dtype, staging):
-    """A tensor on the device, where it is cast."""
+    """A tensor on the device, cast there."""
     is_apart = not staging.is_direct and tensor.device.type == "cpu"
     return (staging.to_device(tensor) if is_apart else tensor).to(device, dtype)
 
 
 def in_host_memory(tensor, dtype, staging):
-    """A tensor in host memory, cast where it was."""
+    """A tensor in system RAM, cast on the device where it was."""
     if tensor.device.type == "cpu":
         return tensor.to(dtype)
     copy = torch.empty(tensor.shape, dtype=dtype)

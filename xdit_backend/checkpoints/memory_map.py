@@ -1,7 +1,7 @@
-"""Files as maps in memory, of which a page is read when it is used. Used wherever tensors of a checkpoint are read.
+"""Files as memory maps, whose pages are read when they are used.
 
-As torch.from_file and safetensors map a file, the system counts all of it as memory that may be written to, and refuses
-a file that is larger than its memory; these maps it lets pass.
+For the maps of torch.from_file and safetensors, the system reserves the size of the file as writable memory, and
+refuses a file larger than its memory; these maps reserve nothing.
 """
 
 import functools
@@ -15,32 +15,32 @@ import torch
 from ..protocol.errors import CheckpointError
 from ..protocol.open_files import out_of_files
 
-NORESERVE = 0x4000             # Linux's MAP_NORESERVE, which Python's mmap has no name for
+NORESERVE = 0x4000             # Linux's MAP_NORESERVE, which Python's mmap does not define
 TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
          "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16",
-         "I8": "int8", "U8": "uint8", "BOOL": "bool"}          # of safetensors' types
+         "I8": "int8", "U8": "uint8", "BOOL": "bool"}          # safetensors' type -> torch's
 
 
 def map_memory(path):
-    """The bytes of a file that is not empty, as a map. What is written to it stays in memory. Raises CheckpointError
-    where it cannot be mapped."""
+    """A non-empty file as a memory map. Writes stay in memory. Raises CheckpointError if it cannot be mapped."""
     try:
         with open(path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE | NORESERVE,
                              prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    except (OSError, ValueError) as error:                     # ValueError: it is empty by now
+    except (OSError, ValueError) as error:                     # ValueError: the file has become empty
         raise unreadable(path, error) from error
 
 
 def unreadable(path, error):
-    """The CheckpointError for a file that the system does not open."""
+    """The CheckpointError for a file that cannot be opened."""
     name, why = os.path.basename(path), getattr(error, "strerror", None) or error
     return out_of_files(error, CheckpointError) or CheckpointError(
         f"Check that {name} is there, and that this user may read it, or choose another: it cannot be opened ({why}).")
 
 
 def map_tensors(path):
-    """{name: () -> the tensor, a map of it} of a safetensors file whose header is right (safetensors_header.py)."""
+    """{name: function that returns the tensor, a region of the map} of a safetensors file with a valid header
+    (safetensors_header.py)."""
     memory = map_memory(path)
     start = 8 + int.from_bytes(memory[:8], "little")
     entries = json.loads(memory[8:start])

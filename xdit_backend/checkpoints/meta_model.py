@@ -1,8 +1,5 @@
 """diffusers' model of a checkpoint on the meta device, after a check that the checkpoint has all tensors that it needs,
-and none that would be ignored.
-
-Used by the host before any worker starts, and offline.
-"""
+and none that would be ignored."""
 
 import importlib
 import inspect
@@ -17,24 +14,24 @@ from .build_transformer import build
 from .detection import plain
 from .quantisation.quantised_weights import packed_weights, set_packed_parameters
 
-NUM_NAMED = 3                              # how many tensors a message names
-FLOATS = "F", "BF16"                       # how the types begin that a file has fractions in
+NUM_NAMED = 3                              # tensors named in a message
+FLOATS = "F", "BF16"                       # prefixes of floating-point types in files
 
 
 def meta_model(checkpoint, quantisation=""):
-    """The diffusers model of a Checkpoint on the meta device, with weights as they are held.
+    """The diffusers model of a Checkpoint on the meta device, with weights as stored.
 
-    quantisation: see packed_weights. Raises CheckpointError that names what is missing, unknown, of another shape, or a
-    setting that is not supported.
+    quantisation: see packed_weights. Raises CheckpointError that names missing or unknown tensors, wrong shapes, or an
+    unsupported setting.
     """
     family, name, folder_config = checkpoint.family, checkpoint.name, None
     if checkpoint.folder is not None:
         folder_config = _folder_settings(checkpoint)
         _check_folder_config(folder_config, family, name)
-    whole = {key for key, dtype in checkpoint.dtypes.items() if key not in checkpoint.quantised
+    integers = {key for key, dtype in checkpoint.dtypes.items() if key not in checkpoint.quantised
              and not dtype.startswith(FLOATS)}
     try:
-        tensors = {key: torch.empty(shape, dtype=torch.int64 if key in whole else None, device="meta")
+        tensors = {key: torch.empty(shape, dtype=torch.int64 if key in integers else None, device="meta")
                    for key, shape in checkpoint.shapes.items()}
         config = checkpoint.config
         _check_counts(config)
@@ -58,7 +55,7 @@ def meta_model(checkpoint, quantisation=""):
 
 
 def _check_counts(config):
-    """Raise ValueError for settings with more layers than any model has: each would be built before tensors are
+    """Raise ValueError for settings with more layers than any model has, since each would be built before tensors are
     compared."""
     for key, value in config.items():
         if any(word in key for word in ("layers", "blocks", "depth")) and type(value) is int and value > MAX_BLOCKS:
@@ -76,7 +73,7 @@ def _folder_settings(checkpoint):
 
 
 def _check_folder_agrees(folder_config, config, family, name):
-    """Refuse a U-Net whose config.json says otherwise than its tensors do."""
+    """Reject a U-Net whose config.json contradicts its tensors."""
     for key in family.config.rules:
         if key in folder_config and key not in family.config_from_tensors and (plain(folder_config[key])
                                                                                != plain(config[key])):
@@ -86,17 +83,17 @@ def _check_folder_agrees(folder_config, config, family, name):
 
 
 def _check_folder_config(config, family, name):
-    """Refuse settings that the family is not run with, and those that diffusers' class would pass over."""
+    """Reject settings that the family does not support, and those that diffusers' class would ignore."""
     cls = getattr(importlib.import_module("diffusers"), family.transformer)
     defaults = {key: parameter.default for key, parameter in inspect.signature(cls.__init__).parameters.items()
                 if key != "self"}
-    given = {key: value for key, value in config.items() if not key.startswith("_")}
+    configured = {key: value for key, value in config.items() if not key.startswith("_")}
     rules = family.config.rules
-    for key, value in {**defaults, **given}.items():
+    for key, value in {**defaults, **configured}.items():
         if key in family.config_from_tensors or key in family.folder_arguments or callable(rules.get(key)):
             continue
         if key not in defaults:
-            expected, fits = None, not value                   # what older releases of diffusers wrote of what is off
+            expected, fits = None, not value                   # older releases of diffusers wrote disabled options
         else:
             expected = rules.get(key, defaults[key])
             fits = plain(value) == plain(expected)
@@ -110,12 +107,12 @@ def _compare(needed, found, family, name):
     missing, unknown = [key for key in needed if key not in found], [key for key in found if key not in needed]
     other = [f"{key} is {list(found[key].shape)} and should be {list(needed[key].shape)}" for key in needed
              if key in found and found[key].shape != needed[key].shape]
-    whole = [key for key in needed if key in found and needed[key].is_floating_point()
+    integers = [key for key in needed if key in found and needed[key].is_floating_point()
              and not found[key].is_floating_point()]
     for keys, what in ((missing, f"lacks tensors of a {family.name} model"),
                        (other, f"has tensors of shapes that do not fit a {family.name} model"),
                        (unknown, f"has tensors that a {family.name} model does not"),
-                       (whole, "has whole numbers where the weights have fractions")):
+                       (integers, "has whole numbers where the weights have fractions")):
         if keys:
             more = f", and {len(keys) - NUM_NAMED} more" if len(keys) > NUM_NAMED else ""
             raise CheckpointError(f"Download {name} again, or choose another file: it {what}: "

@@ -1,4 +1,4 @@
-"""What the cost model needs to know of a family's model, derived from its config and its modules' shapes."""
+"""Dimensions of a family's model for the cost model, derived from its config and its modules' shapes."""
 
 import collections
 import functools
@@ -17,14 +17,14 @@ from .quantisation.layer_formats import FORMATS
 from .quantisation.quantised_weights import WITH_LORA
 from .tensor_sharding import block_bytes, block_sizes, possible_splits, resident_bytes
 
-OF_TEXT = ("attn2.to_k", "attn2.to_v")                         # cross-attention's, which image tokens do not pass
-EAGER = "int8_tensorwise", "convrot_w4a4"                      # which comfy-kitchen has kernels of its own for, or not
-USUAL_TEXT = 77                                                # tokens of a prompt, of U-Nets
+OF_TEXT = ("attn2.to_k", "attn2.to_v")                         # cross-attention layers, which image tokens do not pass
+EAGER = "int8_tensorwise", "convrot_w4a4"                      # comfy-kitchen may or may not have kernels for these
+USUAL_TEXT = 77                                                # tokens of a U-Net's prompt
 
 
 def dims_of(family: Family, model, spec=None, capabilities=(None,)):
-    """The Net of a family's model, which may be on the meta device. spec: how its weights are held; None: in 16
-    bits. capabilities: of the devices, as kitchen_layers.products_on's."""
+    """The ModelDims of a family's model, which may be on the meta device. spec: storage of its weights; None: 16 bits.
+    capabilities: of the devices, as in kitchen_layers.products_on."""
     blocks = [(list_.image_fraction, block_copies) for list_ in family.blocks
               for block_copies in zip(*map(model.get_submodule, list_.names))]
     width, num_blocks = family.width(model.config), len(blocks)
@@ -35,7 +35,7 @@ def dims_of(family: Family, model, spec=None, capabilities=(None,)):
     dims = ModelDims(blocks=num_blocks, width=width, heads=heads, elements=elements / width ** 2,
               parameters=sum(parameter.numel() for parameter in model.parameters()), joint=joint,
               key_heads=family.num_key_heads(model.config) or heads, skips=len(family.plan.skips(num_blocks)),
-              whole_attention=any(path.startswith((f"{name}.to_q", f"{name}.qkv")) for path in family.plan.unsplit
+              replicated_attention=any(path.startswith((f"{name}.to_q", f"{name}.qkv")) for path in family.plan.unsplit
                                   for name in family.plan.attention),
               text_once=True, branches_apart=True, sums=_sums(model, family.plan, joint, num_blocks),
               agreed=_sums(model, family.plan, joint, num_blocks, True),
@@ -60,7 +60,7 @@ def dims_of(family: Family, model, spec=None, capabilities=(None,)):
 
 
 def usual_tokens(family, config):
-    """Of a picture of 1024 x 1024 pixels; of a model of videos, of 81 frames of 832 x 480."""
+    """Tokens of an image of 1024 x 1024 pixels; for a video model, of 81 frames of 832 x 480."""
     frames, rows, columns = family.pixels(config)
     size = (1 + 80 // frames, 480, 832) if frames > 1 else (1, 1024, 1024)
     patch = (1, 1, 1, *family.latent.patch)[-3:]
@@ -68,15 +68,15 @@ def usual_tokens(family, config):
 
 
 def job_of(family, dims, shape, conditioning, steps, branches=1):
-    """The Job of a run. shape: of the latents of one branch;
-    conditioning: {name: tensor} of the whole forward, as workers get it."""
+    """The Job of a run. shape: of the latents of one branch. conditioning: {name: tensor} of the full forward, as
+    workers get it."""
     counts = family.token_counts(shape, conditioning)
     images, sequences = shape[0], family.latent.sequences(shape)
-    if "data" in family.refused:                               # nobody shares out what is together then
+    if "data" in family.refused:                               # joint sequences are not split then
         images, sequences = 1, images * sequences
     tokens, text = counts.pop("image") * sequences, sum(counts.values())
     if not dims.joint:
-        tokens += sum(count for stream, count in counts.items() if stream != "text")           # of the model's own
+        tokens += sum(count for stream, count in counts.items() if stream != "text")           # the model's own tokens
         text = family.lengths["text"](conditioning) if "text" in family.lengths else conditioning["context"].shape[1]
     a_row = family.tokens_a_row(shape)
     rows = None if a_row == 1 else family.latent.num_tokens(shape) // a_row
@@ -85,20 +85,20 @@ def job_of(family, dims, shape, conditioning, steps, branches=1):
 
 
 def unet_run_memory(family, model, sizes, batch, degrees, dtype, **cached):
-    """forecast.Memory of a rank of a U-Net beside weights, in a run on latents of these rows and columns. batch:
-    (images, branches of guidance). kept: cached_steps and num_tokens of cached_bytes."""
+    """Memory of a U-Net's rank without weights, in a run on latents with these rows and columns. batch: (images,
+    guidance branches). cached: cached_steps and num_tokens of cached_bytes."""
     images, branches = batch
     own = -(-images // degrees.data) * -(-branches // degrees.cfg)
     hidden_bytes = math.prod(sizes) * family.width(model.config) * dtype.itemsize
     cached_in_all = cached_bytes(model, sizes, degrees.displaced, dtype, own, **cached)
-    if family.has_frames_as_batch:                             # which go through it together
+    if family.has_frames_as_batch:                             # all frames of a video are computed together
         own, hidden_bytes = own // images, images * hidden_bytes
     return unet_memory(ActivationFootprint(**family.activation_factors), hidden_bytes, own, cached_in_all, degrees)
 
 
 def cached_bytes(model, shape, num_ranks, dtype, batch=1, cached_steps=1, num_tokens=USUAL_TEXT):
-    """Bytes that a rank of a U-Net keeps under displaced patches: what all ranks have told, of so many steps, and keys
-    and values of the text, of so many tokens. 0 of one rank. Others: as of exchanged_bytes."""
+    """Bytes that a U-Net's rank caches with displaced patches: exchanged tensors of all ranks, for this many steps, and
+    keys and values of this many text tokens. 0 with one rank. Other arguments: as in exchanged_bytes."""
     if num_ranks == 1:
         return 0
     of_text = sum(2 * model.get_submodule(name).to_k.out_features for name, what in attended(model).items()
@@ -108,10 +108,10 @@ def cached_bytes(model, shape, num_ranks, dtype, batch=1, cached_steps=1, num_to
 
 
 def exchanged_bytes(model, shape, num_ranks, dtype, batch=1):
-    """Bytes that a rank sends the others in a call (docs/design/displaced.md). model: a U-Net of diffusers, on any
-    device.
+    """Bytes that a rank sends to the others in a call (docs/design/displaced.md). model: a U-Net of diffusers, on
+    any device.
 
-    shape: rows and columns of the latent; 0 where it has too few rows for all ranks.
+    shape: rows and columns of the latent. Returns 0 if there are too few rows for all ranks.
     """
     num_levels, total = len(model.config.block_out_channels), 0
     bands = cut_bands(shape[0], num_ranks, 2 ** (num_levels - 1))
@@ -123,12 +123,12 @@ def exchanged_bytes(model, shape, num_ranks, dtype, batch=1):
         starts, columns = halved(bands, level), -(-shape[1] // 2 ** level)
         sizes = [end - start for start, end in zip(starts, starts[1:])]
         if isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1) and name != "conv_in":
-            # A row to the rank above, which one that halves does not read, and a row to the rank below.
+            # a row to the rank above, unless the convolution has stride 2, and a row to the rank below
             rows = [min(size, (rank > 0 and module.stride[0] == 1) + (rank < num_ranks - 1))
                     for rank, size in enumerate(sizes)]
             total += slot_bytes([(batch, module.in_channels, count, columns) for count in rows], dtype)
         elif isinstance(module, torch.nn.GroupNorm):
-            # of a video, where it looks along frames
+            # normalised over the frames of a video
             count = 1 if ".temporal_res_block." in name else batch
             total += slot_bytes([(2, count, module.num_groups)], torch.promote_types(dtype, torch.float32))
         elif attentions.get(name) == "rows":
@@ -137,8 +137,8 @@ def exchanged_bytes(model, shape, num_ranks, dtype, batch=1):
 
 
 def _sums(model, plan, joint, num_blocks, agreed=False):
-    """What tensor ranks add up in a block; agreed: and agree on before that. Where text runs beside the image, one
-    feed-forward is the image's and the other the text's."""
+    """All-reduces over tensor ranks in a block; agreed: only those preceded by one that agrees on a number. In joint
+    blocks one feed-forward belongs to the image and the other to the text."""
     splits = possible_splits(model, plan)
     if not splits:
         return 0.0 if agreed else ModelDims.sums
@@ -157,18 +157,18 @@ def _matrix_elements(block, once):
 
 
 def _matrices(block, once):
-    """The layers that every token passes: those that run once a step or run, or on text, are left out."""
+    """The linear layers that every token passes, without those that run once per step or run, or on text only."""
     return [module for name, module in block.named_modules() if isinstance(module, torch.nn.Linear)
             and not any(name == part or name.startswith(f"{part}.") for part in (*once, *OF_TEXT))]
 
 
 def _unpack_bytes(blocks, once, spec, capabilities, has_lora=False, narrows=True):
-    """Net.unpack_bytes: of the layers that narrow what every token is, beside which most lives, or of the others.
-    blocks: as of _formats. has_lora: is one added to those that are unpacked? Some layers devices multiply as they
-    are."""
-    held, computed = (getattr(torch, dtype).itemsize for dtype in (spec.storage_dtype, spec.compute_dtype))
+    """ModelDims.unpack_bytes: for down-projections, during which most memory is in use, or for the other layers.
+    blocks: as in _formats. has_lora: whether a LoRA is applied to unpacked weights. Layers that devices multiply in
+    their stored format are not unpacked."""
+    stored, computed = (getattr(torch, dtype).itemsize for dtype in (spec.storage_dtype, spec.compute_dtype))
     matrices = [module for _, block_copies in blocks for block in block_copies for module in _matrices(block, once)]
-    is_cast = held < computed and not any(getattr(module, "format", "") for module in matrices)
+    is_cast = stored < computed and not any(getattr(module, "format", "") for module in matrices)
     cast = float(computed) if is_cast else 0.0
 
     def a_number(module):
@@ -182,7 +182,7 @@ def _unpack_bytes(blocks, once, spec, capabilities, has_lora=False, narrows=True
 
 
 def _products(blocks, once, capabilities):
-    """The Product of each kind of layer that devices may multiply as it is held. blocks: as of _formats."""
+    """A Product for each kind of layer that devices may multiply in its stored format. blocks: as in _formats."""
     found = set()
     for share, module in ((share, module) for share, block_copies in blocks for block in block_copies
                           for module in _matrices(block, once) if getattr(module, "format", "")):
@@ -195,7 +195,7 @@ def _products(blocks, once, capabilities):
 
 
 def _formats(blocks, once):
-    """Net.formats. blocks: [(share an image token meets, copies of the block)]."""
+    """ModelDims.formats. blocks: [(fraction of a block's copies that an image token passes, copies of the block)]."""
     elements: collections.Counter = collections.Counter()
     for share, block_copies in blocks:
         for module in (module for block in block_copies for module in _matrices(block, once)):

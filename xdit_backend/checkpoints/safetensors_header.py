@@ -1,4 +1,4 @@
-"""What the header of a safetensors file says, read without its tensors. Used by checkpoint.py."""
+"""Headers of safetensors files, read without their tensors."""
 
 import math
 import os
@@ -10,12 +10,12 @@ from .header_limits import MAX_HEADER_BYTES, MAX_TENSORS, check_count, check_emp
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I64": 8, "I32": 4,
               "I16": 2, "I8": 1, "U8": 1,
-              "BOOL": 1}                   # of safetensors' types
-MAX_VALUES = 14 * MAX_TENSORS              # brackets, commas and colons of a header, with four dims a tensor
+              "BOOL": 1}                   # by safetensors' types
+MAX_VALUES = 14 * MAX_TENSORS              # brackets, commas and colons of a header, with four dims per tensor
 
 
 def read_safetensors(path):
-    """({name: (dtype, shape)}, metadata, a function name -> bytes of a tensor) of a safetensors file."""
+    """({name: (dtype, shape)}, metadata, function name -> bytes of a tensor) of a safetensors file."""
     name, size, length = os.path.basename(path), os.path.getsize(path), header_bytes(path)
     with open(path, "rb") as file:
         file.seek(8)
@@ -27,7 +27,7 @@ def read_safetensors(path):
         metadata = _checked_metadata(entries.pop("__metadata__", {}))
         check_count(len(entries))
         tensors = {key: _checked_entry(key, entry, size) for key, entry in entries.items()}
-        end = _check_places({key: (*tensors[key], *entry["data_offsets"]) for key, entry in entries.items()})
+        end = _check_offsets({key: (*tensors[key], *entry["data_offsets"]) for key, entry in entries.items()})
     except ValueError as error:
         raise CheckpointError(f"Download {name} again: it has a header that cannot be read ({error}).") from error
     if 8 + length + end > size:
@@ -43,8 +43,8 @@ def read_safetensors(path):
 
 
 def header_bytes(path):
-    """The length of a safetensors file's header. Raises CheckpointError where the file is none, or the header is
-    longer than any that is read."""
+    """The length of a safetensors file's header. Raises CheckpointError if the file is not one, or the header is too
+    long."""
     name, size = os.path.basename(path), os.path.getsize(path)
     with open(path, "rb") as file:
         start = file.read(8)
@@ -64,7 +64,7 @@ def _checked_metadata(metadata):
 
 
 def _checked_entry(key, entry, num_bytes):
-    """(dtype, shape) of an entry whose types and sizes are within the limits. num_bytes: of the file."""
+    """(dtype, shape) of an entry, with types and sizes within the limits. num_bytes: of the file."""
     check_name(key)
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{key} does not have exactly a dtype, a shape and data_offsets")
@@ -79,7 +79,7 @@ def _checked_entry(key, entry, num_bytes):
 
 
 def _no_file_of_tensors(name, start):
-    """The error of a file that begins so, where a safetensors file was to be."""
+    """The error for a file that is not a safetensors file. start: its first bytes."""
     if not start:
         return CheckpointError(f"Download {name} again: it is empty.")
     if start.lstrip().startswith(b"<"):
@@ -88,9 +88,9 @@ def _no_file_of_tensors(name, start):
     return CheckpointError(f"Choose a .safetensors file of a diffusion model: {name} is not a safetensors file.")
 
 
-def _check_places(entries):
-    """Where the last tensor ends. entries: {name: (dtype, shape, start, stop)}.
-    Raises ValueError where they do not follow one another."""
+def _check_offsets(entries):
+    """The end of the last tensor. entries: {name: (dtype, shape, start, stop)}. Raises ValueError unless they are
+    consecutive."""
     end = 0
     for key, (dtype, shape, start, stop) in sorted(entries.items(), key=lambda item: item[1][2:]):
         if stop - start != math.prod(shape) * ITEM_BYTES[dtype]:

@@ -1,5 +1,4 @@
-"""The tensors of a file or folder in any format, as maps of it or as plain numbers.
-Called by the loader on each rank."""
+"""Tensors of a file or folder in any format, as regions of its memory map or as plain numbers."""
 
 import torch
 
@@ -12,7 +11,7 @@ META = torch.empty(0, device="meta")
 
 
 def read_file(checkpoint, wanted):
-    """{name: tensor of the file, a map of it}; what is not wanted(name) is on the meta device."""
+    """{name: tensor of the file, a region of its map}; those that are not wanted(name) are on the meta device."""
     if checkpoint.stored:
         return read_tensors(checkpoint, wanted)
     tensors = {}
@@ -29,8 +28,8 @@ def read_file(checkpoint, wanted):
 
 
 def read_auxiliary(checkpoint, tensors):
-    """{name of a weight of ComfyUI's quantised layers: {what it is: tensor} of what stands beside it, as held of all
-    its rows}. Nothing of weights that are on the meta device."""
+    """{name of a weight of ComfyUI's quantised layers: {auxiliary tensor: values}} for all of its rows. Weights on the
+    meta device are left out."""
     if not checkpoint.layers:
         return {}
     mapped = map_tensors(checkpoint.files[0])
@@ -39,7 +38,7 @@ def read_auxiliary(checkpoint, tensors):
 
 
 def read_plain(checkpoint, tensors, without=()):
-    """These tensors of a file as plain numbers, but for those of the names `without`, which are on the meta device."""
+    """These tensors of a file as plain numbers, except those named in `without`, which are on the meta device."""
     unpacking = {name: tensor for name, tensor in tensors.items()
                  if name in checkpoint.quantised and name not in without and not tensor.is_meta}
     auxiliary = read_auxiliary(checkpoint, {**dict.fromkeys(checkpoint.layers, META), **unpacking})

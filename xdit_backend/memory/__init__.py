@@ -1,1 +1,1 @@
-"""System RAM, pinned staging, the copy thread, NUMA."""
+"""System RAM, pinned staging buffers, the copy thread, and NUMA placement."""

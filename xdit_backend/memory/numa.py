@@ -1,7 +1,5 @@
-"""Keeps a thread near its card: on a machine of several NUMA nodes, what copies between host memory and a card runs on
-the processors of the node that the card is attached to. Page-locked memory that such a thread touches first is there
-too. Used by memory/copy_thread.py.
-"""
+"""NUMA placement of threads: on a machine with several NUMA nodes, a thread that copies between system RAM and a GPU
+runs on the CPUs of the GPU's node. Pinned memory that such a thread touches first is there too."""
 
 import logging
 import os
@@ -14,7 +12,7 @@ SYSFS = "/sys"
 
 
 def pci_address(device):
-    """Of a CUDA device, as sysfs names it: "0000:3b:00.0"; "" where torch does not tell it, as older ones do not."""
+    """PCI address of a CUDA device as in sysfs: "0000:3b:00.0"; "" if this version of torch does not provide it."""
     gpu = torch.cuda.get_device_properties(device)
     if not hasattr(gpu, "pci_bus_id"):
         return ""
@@ -22,9 +20,9 @@ def pci_address(device):
 
 
 def stay_near(address, sysfs=SYSFS):
-    """Have the calling thread, and threads that it begins, run on processors of the NUMA node of the card with this PCI
-    address. Returns those processors; none where the thread stays as it is: on a machine of one node, where the system
-    does not say which node it is (told in the log), and where this process may not use its processors (told too).
+    """Pin the calling thread, and threads that it starts, to the CPUs of the NUMA node of the GPU with this PCI
+    address. Returns those CPUs; an empty set if the thread is not pinned: on a machine with one node, if the node is
+    unknown (logged), or if this process may not use its CPUs (logged).
 
     sysfs: the folder that Linux has at /sys.
     """
@@ -33,24 +31,24 @@ def stay_near(address, sysfs=SYSFS):
         return set()
     try:
         if not address:
-            raise OSError("this PyTorch does not tell its address")
+            raise OSError("this PyTorch does not provide its PCI address")
         node = int((folder / "bus/pci/devices" / address / "numa_node").read_text())
         if node < 0:
             raise OSError("the system does not know its NUMA node")
         of_node = numbers_of((folder / f"devices/system/node/node{node}/cpulist").read_text())
         processors = of_node & os.sched_getaffinity(0)
         if not processors:
-            raise OSError(f"none of the processors of its NUMA node {node} is among those of this process")
+            raise OSError(f"this process may use none of the CPUs of its NUMA node {node}")
         os.sched_setaffinity(0, processors)
     except (OSError, ValueError) as error:
-        log.info("weights for the card at %s are copied by any processor: %s", address, error)
+        log.info("weights for the GPU at %s are copied by any CPU: %s", address, error)
         return set()
-    log.info("weights for the card at %s are copied by processors of its NUMA node %d", address, node)
+    log.info("weights for the GPU at %s are copied by CPUs of its NUMA node %d", address, node)
     return processors
 
 
 def numbers_of(text):
-    """{0, 1, 2, 3, 8} of "0-3,8", as sysfs lists processors. Raises ValueError on anything else."""
+    """The set {0, 1, 2, 3, 8} for "0-3,8", as sysfs lists CPUs. Raises ValueError on anything else."""
     numbers = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

@@ -1,28 +1,27 @@
-"""Copies between a device and host memory that is not page-locked: shared memory, maps of files. Used by workers.
+"""Copies between a device and pageable system RAM: shared memory segments and memory-mapped files.
 
-CUDA copies such memory slowly, and makes the process wait for all that it has asked of the device before. Page-locking
-it in place (cudaHostRegister) fails on files on disk and under WSL2, and costs for each page what it saves. So small
-tensors go through page-locked memory that torch keeps for the purpose, and large ones through two page-locked pieces in
-turn.
+CUDA copies pageable memory slowly, and blocks the process until all work enqueued on the device before is done. Pinning
+it in place (cudaHostRegister) fails for mapped files and under WSL2, and costs as much per page as it saves. Small
+tensors therefore go through torch's cached pinned memory, and large ones through two alternating pinned chunks.
 """
 
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-PIECE_BYTES = 2 ** 24
+CHUNK_BYTES = 2 ** 24
 
 
 def on_device(tensor, device):
-    """A small tensor of host memory on `device`, copied when the device comes to it: this process does not wait."""
+    """A small tensor from system RAM on `device`, copied asynchronously."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class PinnedAhead:
-    """Tensors of host memory that a forward asks for by name on its way, too large to be copied by the thread that
-    launches it: another page-locks them meanwhile, in their order. What has several names is page-locked once.
+    """Tensors in system RAM that a forward takes by name, too large to be copied by the thread that launches kernels:
+    another thread pins them ahead, in order. A tensor with several names is pinned once.
 
-    Where the device is the host itself, nothing is copied.
+    If the device is the host, nothing is copied.
     """
 
     def __init__(self, tensors, device):
@@ -41,31 +40,32 @@ class PinnedAhead:
         return len(self._names)
 
     def take(self, name):
-        """The tensor on the device; each name is asked for once."""
-        given = self._tensors.pop(name)
-        return (given.result().to(self._device, non_blocking=True) if self._device.type == "cuda"
-                else given.to(self._device))
+        """The tensor on the device; each name is taken once."""
+        tensor = self._tensors.pop(name)
+        return (tensor.result().to(self._device, non_blocking=True) if self._device.type == "cuda"
+                else tensor.to(self._device))
 
 
 class StagingBuffers:
-    """Carries large tensors between host memory and one device, in two pieces: one is filled while the other travels.
+    """Copies large tensors between system RAM and one device through two chunks: one is filled while the other is
+    transferred.
 
-    Waiting for a piece takes no core, as CUDA's plain events do, which ask on and on.
-    The pieces, page-locked where the device is a CUDA one, are made when they are first needed, and kept. Not for
-    several threads at once. piece_bytes: None chooses, and copies directly where the device is the host itself.
+    Waiting for a chunk blocks without polling, unlike CUDA's default events. The chunks, pinned for a CUDA device, are
+    allocated on first use and reused. Not thread-safe. chunk_bytes: None: a default size, and direct copies if the
+    device is the host.
     """
 
-    def __init__(self, device, piece_bytes=None):
+    def __init__(self, device, chunk_bytes=None):
         self._device = device
-        self._piece_bytes = piece_bytes or (PIECE_BYTES if device.type == "cuda" else None)
-        self._pieces = []
+        self._chunk_bytes = chunk_bytes or (CHUNK_BYTES if device.type == "cuda" else None)
+        self._chunks = []
 
     def to_device(self, source):
-        """A contiguous copy of `source`, from host memory, on the device, in the order of its current stream.
+        """A contiguous copy of `source`, in system RAM, on the device, in the order of its current stream.
 
-        `source` has been read when this returns.
+        `source` has been read on return.
         """
-        if self._piece_bytes is None:
+        if self._chunk_bytes is None:
             return source.to(self._device, copy=True, memory_format=torch.contiguous_format)
         target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
         self.copy(source, target)
@@ -73,58 +73,57 @@ class StagingBuffers:
 
     @property
     def is_direct(self):
-        """Is the device the host itself?"""
-        return self._piece_bytes is None
+        """Whether the device is the host."""
+        return self._chunk_bytes is None
 
     def copy(self, source, target):
-        """Copy `source`, host memory, to `target` on the device, of the same shape and dtype, in the order of its
-        current stream. `source` has been read when this returns."""
-        if self._piece_bytes is None:
+        """Copy `source` in system RAM to `target` on the device, of the same shape and dtype, in the order of its
+        current stream. `source` has been read on return."""
+        if self._chunk_bytes is None:
             target.copy_(source)
             return
-        for part, place in _parts(source, target, self._piece_bytes):
-            piece, travelled = self._next(part.shape, part.dtype)
-            piece.copy_(part)
-            place.copy_(piece, non_blocking=True)
+        for section, destination in _slices(source, target, self._chunk_bytes):
+            chunk, travelled = self._next(section.shape, section.dtype)
+            chunk.copy_(section)
+            destination.copy_(chunk, non_blocking=True)
             travelled.record()
 
     def copy_pageable(self, source, target):
-        """As `copy`, by CUDA's driver from where the source is: for a thread that may wait for its stream."""
+        """As `copy`, by CUDA's driver directly from pageable memory, for a thread that may wait for its stream."""
         target.copy_(source)
 
     def to_host(self, source, target):
-        """Copy a tensor of the device into `target`, host memory of the same shape and any dtype.
-        It is there on return."""
+        """Copy a tensor on the device to `target`, in system RAM, of the same shape and any dtype. The copy is complete
+        on return."""
         assert source.shape == target.shape, f"{tuple(source.shape)} into {tuple(target.shape)}"
-        if self._piece_bytes is None:
+        if self._chunk_bytes is None:
             target.copy_(source)
             return
         travelling = ()
-        for part, place in _parts(source, target, self._piece_bytes):
-            piece, travelled = self._next(part.shape, target.dtype)
-            # on the device: torch copies between types as it likes
-            piece.copy_(part.to(target.dtype), non_blocking=True)
+        for section, destination in _slices(source, target, self._chunk_bytes):
+            chunk, travelled = self._next(section.shape, target.dtype)
+            # cast on the device, since torch casts on either side of a copy
+            chunk.copy_(section.to(target.dtype), non_blocking=True)
             travelled.record()
             if travelling:
                 _land(*travelling)
-            travelling = (piece, travelled, place)
+            travelling = (chunk, travelled, destination)
         _land(*travelling)
 
     def _next(self, shape, dtype):
-        """The piece whose turn it is, as a tensor of this shape, once it is free;
-        and the event to record when it travels again."""
-        if not self._pieces:
+        """The next chunk as a tensor of this shape, once it is free, and the event to record after its transfer."""
+        if not self._chunks:
             on_cuda = self._device.type == "cuda"
-            self._pieces = [(torch.empty(self._piece_bytes, dtype=torch.uint8, pin_memory=on_cuda),
+            self._chunks = [(torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=on_cuda),
                              torch.cuda.Event(blocking=True) if on_cuda else Arrived()) for _ in range(2)]
-        self._pieces.reverse()
-        memory, travelled = self._pieces[0]
+        self._chunks.reverse()
+        memory, travelled = self._chunks[0]
         travelled.synchronize()
         return memory[:shape.numel() * dtype.itemsize].view(dtype).view(shape), travelled
 
 
 class Arrived:
-    """The event of a copy that is over when it has been asked for."""
+    """An event for synchronous copies."""
 
     def record(self):
         pass
@@ -133,21 +132,21 @@ class Arrived:
         pass
 
 
-def _land(piece, travelled, place):
+def _land(chunk, travelled, destination):
     travelled.synchronize()
-    place.copy_(piece)
+    destination.copy_(chunk)
 
 
-def _parts(source, target, most_bytes):
-    """Pairs of equal parts of two tensors, none with more bytes than that."""
+def _slices(source, target, max_bytes):
+    """Pairs of equal slices of two tensors, none with more bytes than max_bytes."""
     item_bytes = max(source.element_size(), target.element_size())
     if source.is_contiguous() and target.is_contiguous():
         source, target = source.view(-1), target.view(-1)
-    if source.numel() * item_bytes <= most_bytes:
+    if source.numel() * item_bytes <= max_bytes:
         yield source, target
-    elif source[0].numel() * item_bytes <= most_bytes:
-        count = most_bytes // (source[0].numel() * item_bytes)
+    elif source[0].numel() * item_bytes <= max_bytes:
+        count = max_bytes // (source[0].numel() * item_bytes)
         yield from zip(source.split(count), target.split(count))
     else:
         for pair in zip(source, target):
-            yield from _parts(*pair, most_bytes)
+            yield from _slices(*pair, max_bytes)

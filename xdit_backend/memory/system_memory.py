@@ -1,5 +1,4 @@
-"""How much host memory there is, for the host and for workers: the machine's, or what a container may take of it. And
-how fast files are read that it has no room for."""
+"""Free system RAM of the machine or container, and the read rate of files that do not fit in the page cache."""
 
 import math
 import mmap
@@ -10,15 +9,14 @@ from pathlib import Path
 import psutil
 
 CGROUPS = Path("/sys/fs/cgroup")
-READ_BYTES, PIECE_BYTES = 2 ** 27, 2 ** 24
-AMPLE = math.inf, 0.0                      # of pages_of: nothing is read from the disk again
+READ_BYTES, CHUNK_BYTES = 2 ** 27, 2 ** 24
+AMPLE = math.inf, 0.0                      # result of pages_of: nothing is read from disk again
 
 
 def available_memory(cgroups=CGROUPS):
-    """(bytes of host memory that may still be taken, bytes in all). A container's limit, where it is less than the
-    machine's.
+    """(free bytes of system RAM, total bytes). A container's limits, if lower than the machine's.
 
-    What a container has of files it has read can be given up, and counts as free.
+    A container's page cache can be reclaimed, and counts as free.
     """
     memory = psutil.virtual_memory()
     available, limit = memory.available, memory.total
@@ -37,8 +35,8 @@ def available_memory(cgroups=CGROUPS):
 
 
 def pages_of(files, available=available_memory):
-    """(bytes of these files that host memory has room for, bytes a second at which the others come from the disk);
-    AMPLE where it has room for all of them."""
+    """(bytes of these files that fit in the page cache, read rate of the others from disk in bytes/s); AMPLE if all of
+    them fit."""
     free_bytes = available()[0]
     if sum(map(os.path.getsize, files)) <= free_bytes:
         return AMPLE
@@ -46,8 +44,8 @@ def pages_of(files, available=available_memory):
 
 
 def disk_bytes_s(path, read_bytes=READ_BYTES):
-    """Bytes a second at which a map of a file is read whose pages are not in memory, as weights of blocks are that come
-    from it. Of a part of the file, which the system is asked to forget first."""
+    """Read rate in bytes/s of a mapped file whose pages are not in memory, as when weights are streamed from it.
+    Measured on a section of the file, which is dropped from the page cache first."""
     size = os.stat(path).st_size
     start = max(0, size - read_bytes) // 2 // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     count = min(read_bytes, size - start)
@@ -56,6 +54,6 @@ def disk_bytes_s(path, read_bytes=READ_BYTES):
             os.posix_fadvise(file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
         with mmap.mmap(file.fileno(), count, access=mmap.ACCESS_READ, offset=start) as pages:
             started_s = time.perf_counter()
-            for place in range(0, count, PIECE_BYTES):
-                pages[place:place + PIECE_BYTES]
+            for start_byte in range(0, count, CHUNK_BYTES):
+                pages[start_byte:start_byte + CHUNK_BYTES]
             return count / (time.perf_counter() - started_s)

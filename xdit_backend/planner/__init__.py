@@ -1,2 +1,1 @@
-"""What a run will take: seconds and memory a rank for any layout, from the model, the job and the machine.
-Pure arithmetic."""
+"""Estimates of time and memory for any layout, and the automatic choice of a layout. Arithmetic only."""

@@ -1,26 +1,26 @@
-"""Calibration of forecasts by real runs: one factor for each family and card, from runs of one device; links are never
-calibrated. Pure arithmetic."""
+"""Calibration of time estimates by completed runs: one factor per family and GPU model, from runs on one device. Links
+are not calibrated. Arithmetic only."""
 
 import math
 from dataclasses import dataclass, replace
 
-MIN_FACTOR = 0.2             # and 1 / it: what is farther off was no such run
-MIN_WEIGHT = 0.25            # of the newest run, so that what changes (a driver, a cooler) is followed
-# by how much a forecast may be off before a run of its family has been measured on this card
+MIN_FACTOR = 0.2             # and its inverse; a ratio beyond these is not a valid measurement
+MIN_WEIGHT = 0.25            # of the newest run, so that the factor follows changes such as drivers and cooling
+# relative error to expect of an estimate before a run of its family has been measured on this GPU model
 NEW = 0.15
-KNOWN = 0.07                   # and after
+KNOWN = 0.07                 # and after
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """factor: how many times longer runs took than the probe's numbers forecast, the geometric mean. count: of runs."""
+    """factor: geometric mean of measured time over estimated time. count: number of runs."""
 
     factor: float = 1.0
     count: int = 0
 
 
 def after(calibration, ratio):
-    """The Calibration after a run that took `ratio` times the forecast."""
+    """The Calibration after a run that took `ratio` times its estimate."""
     calibration = calibration or Calibration()
     weight = max(MIN_WEIGHT, 1 / (calibration.count + 1))
     factor = math.exp((1 - weight) * math.log(calibration.factor) + weight * math.log(ratio))
@@ -28,8 +28,7 @@ def after(calibration, ratio):
 
 
 def calibrated(machine, known, family):
-    """The machine with its cards' speeds as runs of this family have shown them. known: {(family, card):
-    Calibration}."""
+    """The machine with device speeds calibrated for a family. known: {(family, GPU name): Calibration}."""
     factors = [known.get((family, device.name), Calibration()).factor for device in machine.devices]
     if set(factors) == {1.0}:
         return machine

@@ -1,4 +1,4 @@
-"""Forecasts of every layout of a machine's devices, the best first, and which one to take. Pure arithmetic."""
+"""Time and memory estimates for every layout of a machine's devices, and the choice among them. Arithmetic only."""
 
 import functools
 import itertools
@@ -6,27 +6,27 @@ import math
 from dataclasses import dataclass, replace
 
 from ..partition import shard_sizes
-from .cost_model import Degrees, Device, Links, Run, Tokens, block_parts
+from .cost_model import Degrees, Device, Links, Run, Tokens, block_time
 from .memory_model import DEFAULT_SETTINGS, Memory, fits_stages, memory_budget, rank_memory
 from .offload_cost import offloaded_memory
 from .run_time import run_seconds
 
-WORTH = 1.05                   # times as fast that a layout must be to be preferred to an exact one, or to one device
+WORTH = 1.05                   # speedup from which a layout is preferred to an exact one, or to one device
 WORTH_S = 0.3                  # seconds that a layout must save to be called faster than one device
-LIMITS = 0.25                  # of the time, from which on something other than computing limits a run
-ALIKE = 1.15                   # times as fast as another that a device may be and count as its like
-# Devices bring parts of weights to each other where links between them are so many times as fast as the way from host
-# memory, which they may be a part of, and a run is so many times as fast
+LIMITS = 0.25                  # fraction of the time from which a cause other than compute is the bottleneck
+IDENTICAL = 1.15               # ratio of speeds up to which devices count as identical
+# Ranks all-gather streamed weights if links between devices are this many times as fast as copies from system RAM,
+# with which they may share a bus, and if the run becomes this many times as fast
 FAST_LINKS, SHARING_WORTH = 3.0, 1.1
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices of a worker group, in the order of its ranks, and the links between them.
+    """The devices of a worker group, in rank order, and the links between them.
 
-    alone: times as fast as beside the others that the first device is while they rest; CPU workers share what a machine
-    has. page_bytes, disk_bytes_s: of a model's file, what host memory has room for, and how many a second come from the
-    disk once it has none; 0: not measured.
+    alone: speedup of the first device while the others are idle; CPU workers share the machine's cores and memory.
+    page_bytes: bytes of a checkpoint that fit in the page cache. disk_bytes_s: read rate from disk beyond that; 0: not
+    measured.
     """
 
     devices: tuple[Device, ...]
@@ -36,11 +36,11 @@ class Machine:
     disk_bytes_s: float = 0.0
 
     def reading(self, pages):
-        """This machine, where so much of a model's file is in host memory. pages: system_memory.pages_of."""
+        """This machine with a checkpoint's page cache size and disk read rate. pages: from system_memory.pages_of."""
         return replace(self, page_bytes=pages[0], disk_bytes_s=pages[1])
 
     def exchanging(self, exchange):
-        """This machine, where attention's tensors travel in this form."""
+        """This machine with this communication dtype of attention's tensors."""
         return replace(self, links=replace(self.links, exchange=exchange))
 
     @functools.cached_property
@@ -50,16 +50,16 @@ class Machine:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run will take under a layout. causes: {what its seconds are spent on: seconds}, see run_seconds."""
+    """Estimated time and memory of a run under a layout. causes: {cause: seconds}, see run_seconds."""
 
     degrees: Degrees
     causes: dict[str, float]
     memory: Memory                         # of the fullest rank, in bytes
     fits: bool
-    working: int                           # devices that have something to do
-    # seconds of a step by patches (else of one) in which weights come from host memory, beside computing
+    working: int                           # devices that are not idle
+    # seconds of weight streaming in a step, over all of its patches, whether or not compute hides them
     streaming_s: float = 0.0
-    # does each device bring a part of those that all hold, and send it to the others?
+    # does each rank copy a shard of the streamed weights, to all-gather them?
     shards_weights: bool = False
 
     @property
@@ -68,27 +68,27 @@ class Estimate:
 
     @property
     def is_exact(self):
-        """Is its picture one device's? That of stale keys and values differs a little; one patch has none."""
+        """Whether the image equals one device's. Stale keys and values change it slightly; one patch has none."""
         return (self.degrees.pipefusion == 1 or self.degrees.num_patches == 1) and self.degrees.displaced == 1
 
     @property
     def is_independent(self):
-        """Does each device work as if it were alone, on branches and images of its own?"""
+        """Whether each device works independently, on its own branches and images."""
         return self.degrees.devices == self.degrees.cfg * self.degrees.data
 
     @property
     def limited_by(self):
-        """"compute", "link", "launch", "warm-up" or "weights"."""
+        """The bottleneck: "compute", "link", "launch", "warm-up" or "weights"."""
         waits = {cause: seconds for cause, seconds in self.causes.items() if cause != "compute"}
         worst = max(waits, key=lambda cause: waits[cause])
         return worst if waits[worst] > LIMITS * self.seconds else "compute"
 
 
 def estimate(dims, job, degrees, machine, settings=DEFAULT_SETTINGS):
-    """The Forecast of one layout of the machine's first devices, as many as it needs.
+    """The Estimate of one layout on the machine's first devices, as many as it needs.
 
-    Tokens, blocks and images are shared out by speed; else all wait for the slowest device that works. A rank that has
-    no image of the batch rests.
+    Tokens, blocks and images are split by device speed; otherwise all ranks wait for the slowest working device. A rank
+    without an image of the batch is idle.
     """
     group = busiest(dims, job, degrees, machine)
     device, equivalent_devices = group.device, group.equivalent_devices
@@ -111,10 +111,10 @@ def estimate(dims, job, degrees, machine, settings=DEFAULT_SETTINGS):
 
     def made(num_sharing):
         once_s, waits = _streaming_seconds(needed.streamed, num_sharing, degrees, machine, group), seconds
-        if num_sharing > 1:                                    # nothing runs beside an exchange, perhaps no copy either
+        if num_sharing > 1:                                    # compute and copies may not overlap the all-gather
             exchange_s = needed.streamed * (num_sharing - 1) / num_sharing / machine.links.rate("gather", num_sharing)
             once_s, waits = once_s + exchange_s, seconds | {"link": seconds["link"] + times * exchange_s}
-        # what copying takes longer than all else does
+        # copy time that nothing hides
         waits = waits | {"weights": max(0.0, times * once_s - sum(waits.values()))}
         return Estimate(degrees, waits, needed, fits, group.working, num_patches * once_s, num_sharing > 1)
     alone, shared = made(1), made(_num_sharing(job, degrees, machine, group))
@@ -122,8 +122,8 @@ def estimate(dims, job, degrees, machine, settings=DEFAULT_SETTINGS):
 
 
 def _num_sharing(job, degrees, machine, group):
-    """How many ranks could each bring a part of the same weights, if all have as much to do. 1: not known to be fast,
-    or not possible, as worker/cooperative_loading.py has it."""
+    """The number of ranks that could each copy a shard of the same weights, if all have equal work. 1: too slow, not
+    measured, or not supported by worker/cooperative_loading.py."""
     all_work = (degrees.devices == group.working == len(machine.devices) and job.branches % degrees.cfg == 0
                 and job.images % degrees.data == 0)
     num_sharing, is_measured = degrees.devices // degrees.pipefusion, any(name == "gather"
@@ -135,9 +135,9 @@ def _num_sharing(job, degrees, machine, group):
 
 
 def _streaming_seconds(streamed_bytes, num_sharing, degrees, machine, group):
-    """Seconds in which so many bytes of weights come to each rank, of which each of so many ranks copies a part: from
-    host memory, or, where that has no room for those of all stages and shards, from the disk. Ranks with the same
-    weights read them once."""
+    """Seconds to stream these bytes of weights to each rank, with each of num_sharing ranks copying a shard: from
+    system RAM, or from disk if the page cache is too small for the weights of all stages and shards. Ranks with the
+    same weights read them once."""
     device, of_all = group.device, streamed_bytes * degrees.pipefusion * degrees.tensor
     copies_s = streamed_bytes / num_sharing / (group.working == 1 and device.host_alone_bytes_s or device.host_bytes_s)
     from_disk = of_all > machine.page_bytes and machine.disk_bytes_s
@@ -146,11 +146,11 @@ def _streaming_seconds(streamed_bytes, num_sharing, degrees, machine, group):
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that share images, as the forecast sees them: all wait for the busiest.
+    """Ranks that work on the same images. All wait for the busiest.
 
-    device: as fast as each of its ranks is on average. equivalent_devices: how many such devices its stages are worth;
-    0: as many as there are. working: devices that have something to do, in all groups. memory_bytes: of the smallest
-    device of each stage.
+    device: with the average speed of the group's ranks. equivalent_devices: total speed of the stages as a number of
+    such devices; 0: the number of stages. working: working devices in all groups. memory_bytes: of the smallest device
+    of each stage.
     """
 
     device: Device
@@ -161,7 +161,7 @@ class Group:
 
 
 def busiest(dims, job, degrees, machine):
-    """The Group that takes longest, where the ranks' shares are as distributed.mesh.with_speeds has them."""
+    """The Group that takes longest, with work split over ranks as in distributed.mesh.with_speeds."""
     of_replica, stages, tensor = degrees.devices // degrees.data, degrees.pipefusion, degrees.tensor
     if machine.is_uniform:
         device, images = machine.devices[0], math.ceil(job.images / degrees.data)
@@ -172,16 +172,16 @@ def busiest(dims, job, degrees, machine):
     sequence = of_replica // degrees.cfg // stages // tensor
 
     def of_ranks(values, first):
-        """[[of each sequence rank] of each stage] of the branch that begins at rank `first`:
-        the least of its tensor ranks'."""
+        """Values by stage and sequence rank for the branch that begins at rank `first`: the minimum over its tensor
+        ranks."""
         return [[min(values[start:start + tensor]) for start in range(first + stage * sequence * tensor,
                                                                        first + (stage + 1) * sequence * tensor, tensor)]
                 for stage in range(stages)]
 
     def branch(first):
-        """(speed of its slowest stage, of all stages, the shared one) of one branch's ranks."""
-        shares = [min(each) for each in zip(*of_ranks(shared_speeds, first))]
-        each = [min(speed * sum(shares) / sequence / share for speed, share in zip(stage, shares))
+        """(speed of the slowest stage, of all stages, configured speed) of one branch's ranks."""
+        rank_speeds = [min(each) for each in zip(*of_ranks(shared_speeds, first))]
+        each = [min(speed * sum(rank_speeds) / sequence / share for speed, share in zip(stage, rank_speeds))
                 for stage in of_ranks(speeds, first)]
         return min(each), sum(each), sum(map(sum, of_ranks(shared_speeds, first)))
 
@@ -202,36 +202,37 @@ def busiest(dims, job, degrees, machine):
 
 
 def speeds_of(devices):
-    """How fast each device is, as the workers use it: its rate of matrix multiplication, where the fastest has 100. ():
-    all alike."""
+    """Relative speed of each device as workers use it: its matrix multiplication rate, with 100 for the fastest.
+    (): all identical."""
     rates = [device.matrix_flops_s for device in devices]
-    return () if max(rates) <= ALIKE * min(rates) else tuple(max(1, round(100 * rate / max(rates))) for rate in rates)
+    if max(rates) <= IDENTICAL * min(rates):
+        return ()
+    return tuple(max(1, round(100 * rate / max(rates))) for rate in rates)
 
 
 def seconds_per_block(dims, job, device):
-    """Seconds that a device takes for a block of one image, alone."""
+    """Seconds of one block for one image on one device."""
     run = Run(dims, job, Degrees(), device, Links())
-    return block_parts(run, Tokens(1, job.tokens, run.text)).seconds
+    return block_time(run, Tokens(1, job.tokens, run.text)).seconds
 
 
 def are_identical(dims, job, devices):
-    """Are these devices about as fast as each other?"""
+    """Whether these devices are about equally fast."""
     speeds = [1 / seconds_per_block(dims, job, device) for device in set(devices)]
-    return max(speeds) <= ALIKE * min(speeds)
+    return max(speeds) <= IDENTICAL * min(speeds)
 
 
 def estimates(dims, job, machine, layouts=None, settings=DEFAULT_SETTINGS):
-    """A Forecast of each of these layouts (None: all that the devices can have): those that fit first, the fastest of
-    them foremost."""
+    """Estimates of these layouts (None: all that the devices allow): those that fit first, the fastest first."""
     layouts = layouts or candidates(dims, job, len(machine.devices), machine.links.per_machine)
     every = [estimate(dims, job, degrees, machine, settings) for degrees in layouts]
     return sorted(every, key=lambda one: (not one.fits, one.seconds))
 
 
 def choose(ordered, identical=True):
-    """Of forecasts(...), which layout to take: the fastest that fits. Of those nearly as fast, an exact one; of these
-    one device alone, where it is among them, else that with least memory. Devices that are alike first share out the
-    branches of guidance: that sends least.
+    """The layout to use, from sorted estimates: the fastest that fits. Of those nearly as fast, an exact one; of these,
+    one device alone if it is among them, else the one with the least memory. Identical devices use CFG parallelism
+    first, which sends the least.
     """
     fitting = [one for one in ordered if one.fits] or ordered
     near = [one for one in fitting if one.seconds <= WORTH * fitting[0].seconds]
@@ -243,13 +244,13 @@ def choose(ordered, identical=True):
 
 
 def is_worth_it(chosen, one):
-    """Is a layout so much faster than one device that it can be promised?"""
+    """Whether a layout is enough faster than one device to promise a speedup."""
     return one.seconds >= WORTH * chosen.seconds and one.seconds - chosen.seconds >= WORTH_S
 
 
 def extra_candidates(dims, job, machine):
-    """Layouts by tensor parallelism and by DistriFusion, which auto takes none of,
-    where their collectives were measured."""
+    """Layouts with tensor parallelism and DistriFusion, which auto mode does not use, if their collectives were
+    measured."""
     devices = len(machine.devices)
     for cfg in range(1, min(job.branches, devices) + 1):
         each, rest = divmod(devices, cfg)
@@ -263,17 +264,17 @@ def extra_candidates(dims, job, machine):
 
 
 def candidates(dims, job, devices, per_machine=0):
-    """The layouts of so many devices by CFG, data, Ulysses, Ring and PipeFusion; with one image, data parallelism is
+    """Layouts of this many devices with CFG, data, Ulysses, Ring and PipeFusion; with one image, data parallelism means
     one device alone.
 
-    per_machine: Links'; with one image, also one machine alone.
+    per_machine: of Links; with one image, also one machine alone.
     """
     alone = (devices, devices // per_machine) if per_machine else (devices,)
     divisors = [count for count in range(1, devices + 1) if devices % count == 0]
     for cfg, data, ulysses, ring in itertools.product(divisors, repeat=4):
         stages, rest = divmod(devices, cfg * data * ulysses * ring)
-        shares = data <= job.images or (data in alone and job.images == 1)
-        works = (not rest and stages and cfg <= job.branches and shares and dims.heads % ulysses == 0
+        has_images = data <= job.images or (data in alone and job.images == 1)
+        works = (not rest and stages and cfg <= job.branches and has_images and dims.heads % ulysses == 0
                  and ulysses * ring <= (job.rows or job.tokens))
         if works and stages <= dims.blocks and (stages == 1 or job.steps > 2):
             for num_patches in (stages, 2 * stages) if stages > 1 else (0,):

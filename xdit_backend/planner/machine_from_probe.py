@@ -1,4 +1,4 @@
-"""From what the ranks measured (worker/device_probe.py) to a Machine. Pure arithmetic."""
+"""Conversion of a probe's measurements (worker/device_probe.py) to a Machine. Arithmetic only."""
 
 import statistics
 
@@ -6,21 +6,22 @@ from .cost_model import COLLECTIVES, Device, Links
 from .layout_search import Machine
 
 SMALL_BYTES, LARGE_BYTES, ACROSS_BYTES = 2 ** 16, 2 ** 24, 2 ** 20        # as in worker/device_probe.py
-PAGEABLE_WORTH = 1.1           # times as fast that copies by the driver must be, on each device: it may wait meanwhile
-KERNEL, PRODUCT = "kernel ", "product "        # begin names of measure_backends and measure_products
-# What a rank sends in a collective of a group: of the message's bytes, so much
+PAGEABLE_WORTH = 1.1           # speedup by the driver's copies, on each device, that justifies that the host may wait
+KERNEL, PRODUCT = "kernel ", "product "        # prefixes of names from measure_backends and measure_products
+# fraction of the message's bytes that a rank sends in a collective
 SENT = {"all_to_all": lambda size: (size - 1) / size, "hop": lambda size: 1.0,
         "all_reduce": lambda size: 2 * (size - 1) / size, "gather": lambda size: (size - 1) / size}
 
 
 def machine_of_probe(ranks, names, memory_bytes, per_machine=0):
-    """The Machine. ranks: the numbers of each rank; names, memory_bytes: of its card; per_machine: Links'.
+    """The Machine of a worker group. ranks: measurements of each rank. names, memory_bytes: of each rank's GPU.
+    per_machine: of Links.
 
-    A link is as slow as its slowest rank.
+    The rate of a link is that of its slowest rank.
     """
     first = ranks[0]
     alone = waits = 1.0
-    if "round_s" in first:                                     # with others, a step ends when the last one is done
+    if "round_s" in first:                                     # in a group a step ends when the last rank is done
         waits = max(1.0, min(numbers["round_of_all_s"] / numbers["round_s"] for numbers in ranks))
         alone = max(1.0, waits * first["round_s"] / first["round_alone_s"])
     ranks = _by_faster_copies(ranks)
@@ -46,8 +47,8 @@ def machine_of_probe(ranks, names, memory_bytes, per_machine=0):
 
 
 def _by_faster_copies(ranks):
-    """The numbers of each rank, with the rates of copies from host memory by the way that they go in a run: by the
-    driver where it is faster on all devices, else through page-locked pieces."""
+    """The measurements of each rank with the copy rates used in a run: of the driver if it is faster on all devices,
+    otherwise of copies through pinned chunks."""
     rates = [(numbers.get("pageable_bytes_s", 0.0), numbers.get("host_bytes_s", 0.0)) for numbers in ranks]
     if not all(pageable > PAGEABLE_WORTH * staged for pageable, staged in rates):
         return ranks
@@ -83,6 +84,6 @@ def _named(numbers, start):
 
 
 def _line(full_s, short_s, full, short):
-    """(seconds of the full size without what does not shrink with it; that, in sizes)."""
+    """(seconds of the full size without the fixed cost; the fixed cost, in units of size)."""
     slope = max((full_s - short_s) / (full - short), 0.5 * full_s / full)
     return slope * full, max(0.0, min(full_s / slope - full, full))

@@ -1,13 +1,12 @@
-"""A machine as a file: what a probe measured, kept, or what a person knows of one that is not here. JSON, checked where
-it is read.
+"""JSON files that describe a machine: stored probe results, or a user's description of another machine.
 
     {"devices": [{"name": "RTX 3090", "count": 2, "memory_bytes": 24e9, "matrix_flops_s": 71e12, "attention_flops_s":
-    60e12,
-                  "memory_bytes_s": 936e9}],
+    60e12, "memory_bytes_s": 936e9}],
      "links": {"all_to_all": {"2": {"bytes_s": 11e9, "latency_s": 3e-5}}, "hop": {"2": {"bytes_s": 12e9}}}}
 
-A device may have any field of cost_model.Device; `count` stands for so many like it. Rates are what one rank sends, by
-collective and group size. Of devices of several machines "a_machine" says how many neighbours are in one, such as 2.
+A device may have any field of cost_model.Device; `count` is the number of identical devices. Rates are what one rank
+sends, by collective and group size. For several machines "a_machine" is the number of neighbouring devices in each,
+such as 2.
 """
 
 import dataclasses
@@ -21,13 +20,13 @@ from .layout_search import Machine
 NEEDED = ("memory_bytes", "matrix_flops_s", "attention_flops_s", "memory_bytes_s")
 MAY_BE_ZERO = ("half_rows", "half_keys", "busy_ring", "latency_s", "hidden", "convolution_flops_s", "launch_hidden",
                "host_bytes_s", "host_alone_bytes_s", "host_pageable", "capability")
-OBJECTS = "kernels", "products"        # fields of a device that are several numbers by name
+OBJECTS = "kernels", "products"        # fields of a device that map names to numbers
 MAX_DEVICES = 4096
 MAX_BYTES, MAX_VALUES = 2 ** 22, 2 ** 18
 
 
 def read_machine(path):
-    """The Machine that a file describes. Raises ConfigError for what is not one, naming what is wrong."""
+    """The Machine that a file describes. Raises ConfigError, which names the invalid entry."""
     try:
         with open(path, "rb") as file:
             values = parse_json(file.read(MAX_BYTES + 1), MAX_BYTES, MAX_VALUES)
@@ -39,7 +38,7 @@ def read_machine(path):
 
 
 def machine_of(values, name):
-    """The Machine that this says. name: of what said it, for a person."""
+    """The Machine that parsed JSON describes. name: of its source, for error messages."""
     _check(isinstance(values, dict) and isinstance(values.get("devices"), list) and values["devices"], name,
            '"devices" must be a list of at least one device')
     unknown = sorted(set(values) - {"devices", "links", "alone", "hidden", "latency_s", "a_machine", "of"})
@@ -59,7 +58,7 @@ def machine_of(values, name):
 
 
 def to_json(machine, of):
-    """What machine_of reads as this Machine. of: {what: which}, by which a person knows it."""
+    """The JSON object that machine_of reads as this Machine. of: {property: value} that identifies it for the user."""
     devices = [{key: value for key, value in dataclasses.asdict(device).items() if value != math.inf}
                for device in machine.devices]
     rates, latencies = machine.links.rates, machine.links.latencies
@@ -81,17 +80,17 @@ def _devices(entry, name):
     count = entry.get("count", 1)
     _check(isinstance(count, int) and 1 <= count <= MAX_DEVICES, name,
            f"count is {count!r}, and must be a number from 1 to {MAX_DEVICES}")
-    given: dict = {key: str(value) if key == "name" else _number(value, key, name) for key, value in entry.items()
+    values: dict = {key: str(value) if key == "name" else _number(value, key, name) for key, value in entry.items()
                    if key not in ("count", *OBJECTS)}
     for key in OBJECTS:
         numbers = entry.get(key, {})
         _check(isinstance(numbers, dict), name, f"{key} is {numbers!r}, and must be an object of numbers")
-        given[key] = {str(what): _number(value, key, name) for what, value in numbers.items()}
-    return [Device(**given)] * count
+        values[key] = {str(what): _number(value, key, name) for what, value in numbers.items()}
+    return [Device(**values)] * count
 
 
 def _rates(links, num_devices, name):
-    """({(collective, size): bytes a second}, {(collective, size): seconds})."""
+    """({(collective, size): bytes per second}, {(collective, size): seconds})."""
     _check(isinstance(links, dict), name, '"links" must be an object of collectives')
     rates, latencies = {}, {}
     for collective, sizes in links.items():

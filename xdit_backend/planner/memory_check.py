@@ -1,5 +1,5 @@
-"""Refuses a run that takes more memory than a device has, before it starts, with what would fit. Pure arithmetic.
-Used by the bridge."""
+"""Rejects a run that needs more memory than a device has, before it starts, and suggests settings that would fit.
+Arithmetic only."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,14 +9,14 @@ from ..protocol.errors import ConfigError
 from .memory_model import Memory, has_parts, memory_budget, most_that_fits, rank_blocks
 
 NOTHING = Memory(0.0, 0.0, 0.0)
-HOST = "this machine's host memory"
+HOST = "this machine's system RAM"
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """devices, device_bytes, weight_bytes: for each rank the name of its device, what that has in all, and what the
-    rank adds to the weights there. num_here, host_bytes: how many ranks are on this machine, and what its host memory
-    has for what is not on their devices."""
+    """devices, device_bytes, weight_bytes: for each rank, the name of its device, that device's total memory, and the
+    bytes of weights that the rank adds there. num_here: number of ranks on this machine. host_bytes: its free system
+    RAM for offloaded tensors."""
 
     devices: Sequence[str]
     device_bytes: Sequence[float]
@@ -27,8 +27,8 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Latents:
-    """What is to be sampled. needed(images, sizes): Memory of a rank beside weights, for so many images of a latent
-    with these sizes (without batch and channels). pixels: of the picture that a latent's row and column stand for."""
+    """The latents to be sampled. needed(images, sizes): Memory of a rank without weights, for this number of images of
+    a latent with these sizes (without batch and channels). pixels: image pixels per latent row and column."""
 
     needed: Callable[[int, tuple], Memory]
     images: int
@@ -41,8 +41,8 @@ class Latents:
 
 @dataclass(frozen=True)
 class Hints:
-    """What else may fit. spread: texts of how it would on more devices. lighter(): {other weight_dtype: weight_bytes
-    with it}. other_settings: {another setting: Latents.needed with it}."""
+    """Other settings that may fit. placement: texts of placements on more devices. lighter(): {other weight_dtype: its
+    weight_bytes}. other_settings: {text of a setting: its Latents.needed}."""
 
     placement: Sequence[str] = ()
     lighter: Callable[[], dict] = dict
@@ -50,23 +50,23 @@ class Hints:
 
 
 def rank_memory_budget(devices, device_bytes):
-    """Bytes that a rank has on the fullest device for all that it holds there. devices, device_bytes: of each rank, its
-    name and what it has in all."""
+    """Memory budget of a rank on the device with the least per rank. devices, device_bytes: for each rank, its device's
+    name and total memory."""
     return min(memory_budget(size / devices.count(device)) for device, size in zip(devices, device_bytes))
 
 
-def weights_memory_in(free_bytes, held_of):
-    """What ModelSpec.weights_memory is to be where weights may take so many bytes of a device. held_of(bytes that they
-    may take): those that they do."""
-    return 0 if held_of(math.inf) <= free_bytes else int(max(free_bytes, held_of(1)))
+def weights_memory_in(free_bytes, resident_of):
+    """The value of ModelSpec.weights_memory if resident weights may take this many bytes of a device.
+    resident_of(budget): bytes of weights that are resident with a budget in bytes."""
+    return 0 if resident_of(math.inf) <= free_bytes else int(max(free_bytes, resident_of(1)))
 
 
 def ranks_hold(plan_of, dims, stages, device_bytes, budget_bytes):
-    """([bytes of each rank's weights on its device], [of those that come from host memory: once a step, or a patch]),
-    where weights may take so many of each device.
+    """([bytes of each rank's resident weights], [bytes streamed per step, or per patch]), if weights may take
+    budget_bytes of each device.
 
-    plan_of(budget_bytes, blocks): the OffloadPlan of a rank with these blocks; None: all. net: None of a U-Net.
-    stages: Stages, or None. device_bytes: of each rank, what its device has in all.
+    plan_of(budget_bytes, blocks): the OffloadPlan of a rank with these blocks; None: all. dims: None for a U-Net.
+    stages: Stages, or None. device_bytes: total memory of each rank's device.
     """
     blocks = rank_blocks(dims, stages, device_bytes) if has_parts(dims, stages) else [None] * len(device_bytes)
     plans = {own: plan_of(budget_bytes, own) for own in set(blocks)}
@@ -74,35 +74,35 @@ def ranks_hold(plan_of, dims, stages, device_bytes, budget_bytes):
 
 
 def check_memory(what, ranks, hints, latents=None):
-    """Raise ConfigError where a device is too small for what its ranks need.
+    """Raise ConfigError if a device is too small for what its ranks need.
 
-    what: is to run, for a person. latents: None: the weights alone are looked at.
+    what: name of the run, for the message. latents: None: only weights are checked.
     """
     fullest = _fullest(ranks, latents)
     if fullest.lacks <= 0:
         return
-    held = fullest.held
-    parts = {"weights": held.weights, "keys and values": held.keys_values, "activations": held.activations}
-    text = ", ".join(f"{part / 1e9:.3g} GB of {name}" for name, part in parts.items() if part)
+    needed = fullest.needed
+    breakdown = {"weights": needed.weights, "keys and values": needed.keys_values, "activations": needed.activations}
+    text = ", ".join(f"{part / 1e9:.3g} GB of {name}" for name, part in breakdown.items() if part)
     would = settings_that_fit(ranks, hints, latents)
     raise ConfigError(f"Use {'; or '.join(would) or 'more devices, or larger ones'}: {what} needs about "
-                      f"{held.total / 1e9:.3g} GB on {fullest.device} ({text}), and that has "
+                      f"{needed.total / 1e9:.3g} GB on {fullest.device} ({text}), and that has "
                       f"{fullest.has / 1e9:.3g} GB.")
 
 
 def settings_that_fit(ranks, hints, latents=None):
-    """[text] of latents and of settings with which it would fit."""
+    """[text] of latent sizes and settings with which it would fit."""
     return [*(_latents_that_fit(ranks, latents) if latents is not None else ()),
             *_settings_that_fit(ranks, hints, latents, _fullest(ranks, latents).device)]
 
 
 @dataclass(frozen=True)
 class Fullest:
-    """The device that lacks most: bytes that it lacks, what its ranks hold, what it has."""
+    """The device that lacks most: bytes that it lacks, bytes that its ranks need, total bytes."""
 
     lacks: float
     device: str
-    held: Memory
+    needed: Memory
     has: float
 
 
@@ -111,10 +111,10 @@ def _fullest(ranks, latents):
     found = []
     for device in dict.fromkeys(ranks.devices):
         on_it = [rank for rank, name in enumerate(ranks.devices) if name == device]
-        held = Memory(sum(ranks.weight_bytes[rank] for rank in on_it), memory.keys_values * len(on_it),
-                      memory.activations * len(on_it))
+        needed = Memory(sum(ranks.weight_bytes[rank] for rank in on_it), memory.keys_values * len(on_it),
+                        memory.activations * len(on_it))
         has = ranks.device_bytes[on_it[0]]
-        found.append(Fullest(held.total - has, device, held, has))
+        found.append(Fullest(needed.total - has, device, needed, has))
     if memory.host and ranks.num_here:
         in_host = memory.host * ranks.num_here
         found.append(Fullest(in_host - ranks.host_bytes, HOST, Memory(0.0, in_host, 0.0), ranks.host_bytes))
@@ -126,7 +126,7 @@ def _fits(ranks, latents):
 
 
 def _latents_that_fit(ranks, latents):
-    """How many images at once, and how large ones, would fit, for a person."""
+    """Texts of how many images at once, and of what size, would fit."""
     images, sizes, pixels = latents.images, latents.sizes, latents.pixels
     rows, columns = sizes[-2:]
     fewer = most_that_fits(lambda count: _fits(ranks, replace(latents, images=count)), images - 1)
@@ -139,7 +139,7 @@ def _latents_that_fit(ranks, latents):
 
 
 def _settings_that_fit(ranks, hints, latents, device):
-    """With which other settings it would fit, for a person. device: the fullest."""
+    """Texts of other settings with which it would fit. device: the fullest."""
     for text, needed in hints.other_settings.items():
         if _fits(ranks, replace(latents, needed=needed)):
             yield text
@@ -152,5 +152,5 @@ def _settings_that_fit(ranks, hints, latents, device):
 
 
 def _scaled(sizes, rows):
-    """Sizes of a latent of the same shape with so many rows."""
+    """Sizes of a latent with the same aspect ratio and this many rows."""
     return (*sizes[:-2], rows, max(1, rows * sizes[-1] // sizes[-2]))

@@ -1,7 +1,4 @@
-"""Bytes a rank holds under a layout: weights, stale keys and values, activations. Pure arithmetic.
-
-What the choice of stages, the refusal of a run that cannot fit, ComfyUI's accounting and the benches all use.
-"""
+"""Memory of a rank under a layout: weights, stale keys and values, activations. Arithmetic only."""
 
 import dataclasses
 import functools
@@ -12,8 +9,8 @@ from dataclasses import dataclass
 from ..partition import FULL, shard_sizes, split_stages, stage_blocks, stage_of
 from .quantised_matmul_memory import most_in_layers
 
-USABLE_MEMORY = 0.95           # of a device's memory that a run may take
-CONTEXT_BYTES = 6e8            # of a GPU, that CUDA and its libraries take for themselves
+USABLE_MEMORY = 0.95           # fraction of a device's memory that a run may use
+CONTEXT_BYTES = 6e8            # of a GPU, used by CUDA and its libraries
 
 
 @dataclass(frozen=True)
@@ -21,8 +18,8 @@ class Memory:
     weights: float
     keys_values: float
     activations: float
-    host: float = 0.0                      # keys and values that are in host memory, and not in `total`
-    # of weights that come from host memory whenever the rank runs its blocks, and are not in `total`
+    host: float = 0.0                      # keys and values in system RAM, not included in `total`
+    # offloaded weights streamed whenever the rank runs its blocks, not included in `total`
     streamed: float = 0.0
 
     @property
@@ -32,16 +29,17 @@ class Memory:
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """What a rank's memory depends on beside the layout. See planner.memory_settings for those of a ParallelConfig."""
+    """Settings that a rank's memory depends on, in addition to the layout. planner.memory_settings derives them from a
+    ParallelConfig."""
 
-    cached_steps: int = 1                  # of how many steps stale keys and values are kept; config.cached_steps
-    offload: bool = False                  # they are in host memory, those of two blocks at a time on the device
+    cached_steps: int = 1                  # steps whose stale keys and values are cached; config.cached_steps
+    offload: bool = False                  # keys and values in system RAM, those of two blocks at a time in VRAM
     images_apart: bool = False             # see working_fraction
-    exchanged_copies: int = 1              # of keys and values of other ranks, with displaced patches
-    # bytes of a device that weights may take, others come from host memory; inf: what the rest leaves; 0: all are there
+    exchanged_copies: int = 1              # copies of other ranks' keys and values, with displaced patches
+    # bytes of resident weights allowed, others are offloaded; inf: all memory that remains; 0: no offloading
     weights_memory: float = 0.0
-    has_lora: bool = False                 # beside weights that are packed
-    added_bytes: float = 0.0               # of a rank, that changed weights take more, and a LoRA's factors
+    has_lora: bool = False                 # applied to packed weights
+    added_bytes: float = 0.0               # per rank: growth of patched weights, and LoRA factors
 
 
 DEFAULT_SETTINGS = MemorySettings()
@@ -50,12 +48,12 @@ DEFAULT_SETTINGS = MemorySettings()
 def rank_memory(dims, job, degrees, settings=DEFAULT_SETTINGS):
     """Memory of the fullest rank.
 
-    Stale keys and values are 2 B (S + S_t) h elements a block: of a stage's blocks and a rank's heads under PipeFusion,
-    of all blocks under DistriFusion; of one patch none are kept, but for those of references (Job.kept).
+    Stale keys and values are 2 B (S + S_t) h elements per block: for a stage's blocks and a rank's heads under
+    PipeFusion, for all blocks under DistriFusion. With one patch only those of references are cached (Job.cached).
     """
     counts = stage_counts(dims, degrees.pipefusion)
     stages = {range(sum(counts[:stage]), sum(counts[:stage + 1])) for stage in range(len(counts))}
-    if not dims.skips or degrees.warmup_by_sequence:            # what else lives at once is alike on all
+    if not dims.skips or degrees.warmup_by_sequence:            # other activations are the same on all stages
         stages = {max(stages, key=len)}
     cached = [_cached(dims, job, degrees, settings, len(stage)) for stage in stages]
     unit = (job.tokens + (job.text if dims.joint else 0)) * dims.width * dims.element_bytes
@@ -77,8 +75,8 @@ def rank_memory(dims, job, degrees, settings=DEFAULT_SETTINGS):
 
 
 def _besides_cached(dims, job, degrees, most, cached_bytes, num_blocks):
-    """Bytes of a stage of so many blocks beside all that it keeps, where most lives before a forward's own keys and
-    values are kept: in the first step, which runs whole, those of the branches before are."""
+    """Peak activation bytes of a stage on top of its cached keys and values, if the peak occurs before a forward's own
+    keys and values are cached. In the first, synchronous step those of earlier branches are cached already."""
     if degrees.warmup_steps > 1 or degrees.warmup_by_sequence:
         return most
     late = max(dims.footprint.late / dims.footprint.alone, 1 / (degrees.num_patches or degrees.pipefusion))
@@ -87,12 +85,12 @@ def _besides_cached(dims, job, degrees, most, cached_bytes, num_blocks):
 
 
 def _to_stream(dims, job, degrees, cached_bytes, share):
-    """Bytes that a stage has yet to keep of the last branch, where this share of its blocks has run."""
+    """Bytes of the last branch that a stage has yet to cache after this fraction of its blocks."""
     return cached_bytes * max(0.0, 1 - share) / (degrees.batch(job) if dims.branches_apart else 1)
 
 
 def _cached(dims, job, degrees, settings, num_blocks):
-    """Bytes of keys and values of a rank with so many blocks: (on the device, in host memory)."""
+    """Bytes of cached keys and values of a rank with this many blocks: (on the device, in system RAM)."""
     tokens, text, degrees = job.tokens + (job.text if dims.joint else 0), 0.0, _of_attention(dims, degrees)
     a_block = ((dims.footprint or ActivationFootprint()).keys * key_fraction(dims,
                                                                     degrees) * degrees.batch(job) * tokens * dims.width
@@ -101,7 +99,7 @@ def _cached(dims, job, degrees, settings, num_blocks):
         return settings.exchanged_copies * settings.cached_steps * a_block * dims.blocks, 0.0
     if degrees.pipefusion == 1 or degrees.num_patches == 1:
         return a_block * num_blocks * job.cached / tokens / degrees.ring, 0.0
-    if not dims.joint:                                          # those of the text, which are made once a run
+    if not dims.joint:                                          # keys and values of the text, computed once per run
         text = 2 * degrees.batch(job) * job.sequences * job.text * dims.width * dims.element_bytes / degrees.tensor
     keys_values = settings.cached_steps * a_block * num_blocks
     return (((settings.cached_steps + 1) * a_block + text * num_blocks, keys_values) if settings.offload
@@ -109,12 +107,11 @@ def _cached(dims, job, degrees, settings, num_blocks):
 
 
 def unet_memory(footprint, hidden_bytes, images, cached_bytes, degrees):
-    """Memory of the fullest rank of a U-Net beside weights.
+    """Memory of the fullest rank of a U-Net, without weights.
 
-    live: of its family, in hidden states of the first level of one image, hidden_bytes: alone, of an image that a rank
-    has whole, and block, of one whose rows are shared out; both as a count of the workers' own work says. images: that
-    a rank has in a batch, of all branches; one at a time where rows are shared out. cached_bytes: of
-    model_dims.cached_bytes.
+    footprint: of the family, in units of hidden_bytes, one image's hidden states at the first level: alone, per image
+    that a rank computes in full; block, per image whose rows are sharded. Both are counted by the dry run. images: in a
+    rank's batch, with all branches; one at a time if rows are sharded. cached_bytes: from model_dims.cached_bytes.
     """
     if degrees.displaced == 1:
         return Memory(0.0, 0.0, images * footprint.alone * hidden_bytes)
@@ -122,12 +119,12 @@ def unet_memory(footprint, hidden_bytes, images, cached_bytes, degrees):
 
 
 def _of_attention(dims, degrees):
-    """By what a rank's heads are a part of all."""
-    return dataclasses.replace(degrees, tensor=1) if dims.whole_attention else degrees
+    """The degrees that shard attention's heads."""
+    return dataclasses.replace(degrees, tensor=1) if dims.replicated_attention else degrees
 
 
 def key_fraction(dims, degrees):
-    """Size of the keys, or values, of a rank's heads to that of its queries. Key heads are repeated where Ulysses ranks
+    """Ratio of the size of a rank's keys (or values) to that of its queries. Key heads are repeated if Ulysses ranks
     would have to share one (parallel/sequence_parallel.py)."""
     key_heads = (dims.key_heads or dims.heads) / degrees.tensor
     repeats = math.lcm(degrees.ulysses, int(key_heads)) / key_heads if key_heads.is_integer() else 1
@@ -136,22 +133,26 @@ def key_fraction(dims, degrees):
 
 @dataclass(frozen=True)
 class ActivationFootprint:
-    """What lives at once beside weights and what is kept, in hidden states of all tokens of a forward, as a count of
-    the workers' own work says of a published model (dry_run/simulated_rank.py; tests hold it to 5 %).
+    """Peak activation memory of a family without weights and cached tensors, in units of the hidden states of all
+    tokens of one forward. Counted by the dry run of published models (dry_run/simulated_rank.py); tests allow 5 %.
 
-    alone: most where a rank has all tokens; residual: of that, what tensor parallelism does not divide; whole: most at
-    a moment at which it divides nothing. Where tokens are shared out, outside: most outside of the blocks, where
-    streams are whole; held: whole, beside the blocks, such as what is to be cut and tables of positions; and of a
-    rank's own tokens, block: most in a block by itself; exchange: where Ulysses packs queries, keys and values;
-    entered: of that, what tensor parallelism does not divide; 0: ENTERED at most; attends: where displaced patches
-    attend, beside keys and values of all ranks; 0: exchange, less UNPACKED. keys: those and values of one block, which
-    are kept, where queries have as many heads. given: what a branch of guidance is given, where others run while it
-    waits. own: 1 where tokens of one image are cut without a copy; those of several images
-    are copied, while the first block runs beside the whole. shared: of one image's, what a batch has once all the time,
-    such as tables of positions; once: that too, outside of the blocks. narrowing: of the most, the share that lives
-    where a weight that narrows tokens is unpacked. late: most in a stage after the first blocks, of which early is the
-    share that live as alone; 0: as alone in all. cut: of held, what a stage has cut into its ranks' own tokens before
-    its first block ends.
+    One rank has all tokens:
+      alone: peak. residual: of that, what tensor parallelism does not shard. `whole`: peak while nothing is sharded by
+      tensor parallelism.
+    Tokens are sharded:
+      outside: peak outside the blocks, where streams are unsharded. `held`: unsharded tensors that coexist with the
+      blocks, such as inputs yet to be split and position embeddings. cut: of `held`, what a stage has split into its
+      ranks' own tokens before its first block ends.
+    Per rank's own tokens:
+      block: peak in a block. exchange: peak where Ulysses packs queries, keys and values. entered: of that, what tensor
+      parallelism does not shard; 0: at most ENTERED. attends: peak where displaced patches attend, without the keys and
+      values of all ranks; 0: exchange less UNPACKED.
+    keys: cached keys and values of one block, with as many key heads as query heads. given: inputs of a guidance branch
+    that waits while another runs. own: 1 if tokens of one image are split without a copy; those of several images are
+    copied, and the first block runs with the unsplit tensor still allocated. shared: of one image's, what a batch has
+    only once throughout, such as position embeddings; once: additional such tensors outside the blocks. narrowing:
+    fraction of the peak that is allocated while the weight of a down-projection is unpacked. late: peak in a stage
+    after its first blocks; 0: as alone throughout. early: fraction of the blocks whose peak is alone.
     """
 
     alone: float = 15.0
@@ -174,21 +175,21 @@ class ActivationFootprint:
     cut: float = 1.0
 
 
-# beside `exchange`, in hidden states: a round of Ring has the next keys and values, and sums in more bits; where
-# Ulysses comes before it, what that has unpacked
+# in addition to `exchange`, in hidden states: a round of Ring has the next keys and values and sums in float32; after
+# Ulysses also the unpacked tensors
 RING, RING_AND_ULYSSES = 2.05, 5.05
-# of `exchange`, what is not there where displaced patches attend, without Ulysses and with it
+# parts of `exchange` that are not allocated where displaced patches attend, without and with Ulysses
 UNPACKED, PACKED_BEFORE = 8.0, 3.0
-JOINED_SKIP = 2.0              # a skip beside the hidden states that it is read with, in one tensor
-STAGES_ENDS = 2.0              # what the last block of a stage has taken and given, beside the message made of it
-# of `exchange`: what came into the block, was normalised and modulated, at most, which tensor parallelism does not
-# divide; and queries, keys and values, as they are made, packed, sent and put together, which it does
+JOINED_SKIP = 2.0              # a skip concatenated with the hidden states
+STAGES_ENDS = 2.0              # input and output of a stage's last block, in addition to the message made of it
+# of `exchange`: the block's input, normalised and modulated, at most, which tensor parallelism does not shard; and
+# queries, keys and values as computed, packed, sent and joined, which it does
 ENTERED, PACKED = 3.0, 12.0
 
 
 def _activation_rows(dims, job, degrees, settings, blocks, is_cut=False):
-    """The most that lives at once, in hidden states of all tokens of one image. blocks: of the rank's stage. is_cut:
-    after its first block, where what was cut into this rank's tokens is gone."""
+    """Peak activations, in hidden states of all tokens of one image. blocks: of the rank's stage. is_cut: after its
+    first block, when inputs have been split into the rank's tokens and freed."""
     footprint = dims.footprint or ActivationFootprint()
     batch = _batch(job, degrees, dims.branches_apart, settings.images_apart)
     sequence = degrees.sequence * (degrees.pipefusion if degrees.warmup_by_sequence else 1)
@@ -219,17 +220,17 @@ def _activation_rows(dims, job, degrees, settings, blocks, is_cut=False):
 
 
 def _with_all_keys(dims, footprint, degrees, sequence):
-    """What lives where displaced patches attend to keys and values of all ranks, which are one piece each."""
+    """Peak where displaced patches attend to the gathered keys and values of all ranks."""
     own = (footprint.exchange - PACKED_BEFORE if degrees.ulysses > 1 else footprint.attends
            or footprint.exchange - UNPACKED)
     return (2 * key_fraction(dims, degrees) / degrees.ulysses / degrees.tensor
             + _divided(own, min(footprint.entered or ENTERED, own), degrees) / sequence / degrees.displaced)
 
 
-def _with_skips(dims, blocks, inside, parts=1):
-    """What lives at once, where later blocks read what earlier ones have given. inside: without. blocks: of a rank.
-    parts: that the tokens are shared out in. A stage also has the message that came, of which what is still to be read
-    is views, and at its end the next one.
+def _with_skips(dims, blocks, inside, shards=1):
+    """Peak with skip connections, where later blocks read earlier blocks' outputs. inside: peak without. blocks: of the
+    rank. shards: number of shards of the tokens. A stage also has the received message, of which the outputs yet to be
+    read are views, and at its end the next message.
     """
     if not dims.skips:
         return inside
@@ -240,36 +241,37 @@ def _with_skips(dims, blocks, inside, parts=1):
 
     own = max(0, min(blocks.stop, dims.skips) - blocks.start)
     joined = JOINED_SKIP if blocks.stop > dims.blocks - dims.skips else 0.0
-    return (message(blocks.start) + own) / parts + max(
-        inside + joined / parts, (STAGES_ENDS + message(blocks.stop)) / parts)
+    return (message(blocks.start) + own) / shards + max(
+        inside + joined / shards, (STAGES_ENDS + message(blocks.stop)) / shards)
 
 
 def _of_batch(footprint, shared, batch):
-    """What lives at once of a batch. shared: of one image's, what is there once."""
+    """Peak for a batch. shared: of one image's, what a batch has once."""
     return batch * (footprint - shared) + shared
 
 
 def _share(dims, job, degrees, settings):
-    """How many times the tokens of one image a rank has of its batch, in a forward of all tokens."""
-    parts = degrees.sequence * (degrees.pipefusion if degrees.warmup_by_sequence else 1) * degrees.displaced
-    return _batch(job, degrees, dims.branches_apart, settings.images_apart) / parts
+    """Tokens of a rank in a forward of all tokens of its batch, as a multiple of one image's tokens."""
+    shards = degrees.sequence * (degrees.pipefusion if degrees.warmup_by_sequence else 1) * degrees.displaced
+    return _batch(job, degrees, dims.branches_apart, settings.images_apart) / shards
 
 
 def _divided(footprint, residual, degrees):
-    """Of what lives at once, what does under tensor parallelism."""
+    """Peak under tensor parallelism, which shards all except the residual."""
     return residual + max(0.0, footprint - residual) / degrees.tensor
 
 
 def weight_bytes(dims, degrees):
-    """Of the fullest rank: its stage's or its tensors' part of the blocks, and all that is outside of them."""
+    """Weights of the fullest rank: its stage's blocks or its tensor shards, and everything outside the blocks."""
     stages = 1 if degrees.warmup_by_sequence else degrees.pipefusion
     return dims.outside_bytes + max(stage_bytes(dims, stages)) / degrees.tensor
 
 
-@functools.lru_cache(maxsize=64)               # the choice of a layout asks for the same ones again and again
+@functools.lru_cache(maxsize=64)               # the layout search repeats the same arguments
 def stage_counts(dims, num_stages, limits=None, speeds=None):
-    """Blocks of each stage. limits: bytes that its device can hold of their weights. speeds: of its device, relative.
-    Both as tuples. A cost is of a block's work on image tokens, so stages that take as long hold unlike weights.
+    """Number of blocks of each stage. limits: bytes of block weights that fit on each stage's device. speeds: relative,
+    of each stage's device. Both are tuples. Costs count the work on image tokens, so that stages with equal times may
+    have different amounts of weights.
     """
     if num_stages == 1 or not dims.block_costs:
         return shard_sizes(dims.blocks, num_stages)
@@ -277,7 +279,7 @@ def stage_counts(dims, num_stages, limits=None, speeds=None):
 
 
 def stage_bytes(dims, num_stages):
-    """Bytes of the weights in the blocks of each stage, as stage_counts has them."""
+    """Bytes of block weights of each stage, as stage_counts assigns them."""
     counts = stage_counts(dims, num_stages)
     if not dims.block_bytes:
         return [(dims.resident_bytes - dims.outside_bytes) * count / dims.blocks for count in counts]
@@ -285,9 +287,9 @@ def stage_bytes(dims, num_stages):
 
 
 def rank_weights(weight_bytes, dims, stages, device_bytes):
-    """About how many bytes of a model's weights each rank holds, where blocks are given to stages as workers do it.
+    """Approximate bytes of a model's weights on each rank, with blocks assigned to stages as workers do.
 
-    weight_bytes: of all blocks, as a rank holds them. net: None of a U-Net. device_bytes: of each rank's device.
+    weight_bytes: of all blocks, as stored on a rank. dims: None for a U-Net. device_bytes: of each rank's device.
     """
     if not has_parts(dims, stages):
         return [weight_bytes] * len(device_bytes)
@@ -298,12 +300,12 @@ def rank_weights(weight_bytes, dims, stages, device_bytes):
 
 
 def has_parts(dims, stages):
-    """Has a rank the blocks of its stage alone? net, stages: as in rank_weights."""
+    """Whether a rank has only its stage's blocks. dims, stages: as in rank_weights."""
     return dims is not None and stages is not None and not stages.every_block
 
 
 def rank_blocks(dims, stages, device_bytes):
-    """The range of blocks of each rank, where it has those of its stage alone."""
+    """The range of blocks of each rank, if ranks have only their stage's blocks."""
     of_stages: list[list[int]] = [[] for _ in range(stages.pipefusion_degree)]
     for rank in range(len(device_bytes)):
         of_stages[stage_of(rank, stages)].append(rank)
@@ -315,24 +317,26 @@ def rank_blocks(dims, stages, device_bytes):
 
 
 def memory_budget(memory_bytes):
-    """Bytes that a rank has for all that it holds on a device with memory of its own. memory_bytes: the rank's part."""
+    """Bytes available to a rank on a device with its own memory. memory_bytes: the rank's fraction of that memory."""
     return USABLE_MEMORY * memory_bytes - CONTEXT_BYTES
 
 
 def fits_stages(dims, degrees, needed, memory_bytes):
-    """Does a run fit on stages with so much memory? Blocks, and their keys and values, go where there is room."""
-    beside = needed.activations + dims.outside_bytes
+    """Whether a run fits on stages with this much memory, with blocks and their keys and values distributed by free
+    memory."""
+    unsplit = needed.activations + dims.outside_bytes
     if degrees.pipefusion == 1 or degrees.warmup_by_sequence:
         return needed.total <= USABLE_MEMORY * min(memory_bytes)
-    free_bytes = [USABLE_MEMORY * size - beside for size in memory_bytes]
-    return min(free_bytes) > 0 and (needed.total - beside) * degrees.pipefusion <= sum(free_bytes)
+    free_bytes = [USABLE_MEMORY * size - unsplit for size in memory_bytes]
+    return min(free_bytes) > 0 and (needed.total - unsplit) * degrees.pipefusion <= sum(free_bytes)
 
 
 def working_fraction(job, degrees, branches_apart=False, images_apart=False):
-    """The part of a run's activations (of all its images, branches and tokens) that a rank has at a time.
+    """The fraction of a run's activations (of all its images, branches and tokens) that a rank has at a time.
 
-    branches_apart: stages, and ranks with displaced patches, take one branch after the other. Whole steps decide, which
-    PipeFusion warms up by; images_apart: one image after the other, so that patches of all images may be more.
+    branches_apart: stages, and ranks with displaced patches, process one branch after the other. The synchronous steps
+    of PipeFusion's warm-up determine the peak; images_apart: they process one image after the other, so that patches of
+    all images may exceed them.
     """
     sequence = degrees.sequence * (degrees.pipefusion if degrees.warmup_by_sequence else 1)
     batch = _batch(job, degrees, branches_apart, images_apart)
@@ -349,8 +353,8 @@ def _batch(job, degrees, branches_apart, images_apart):
 
 
 def most_that_fits(fits, most):
-    """The largest number from 1 to `most` for which fits(number) holds, which holds for all below it;
-    0 where there is none."""
+    """The largest number from 1 to `most` for which fits(number) holds, given that it holds for all smaller ones; 0:
+    none."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,24 +1,23 @@
-"""Which blocks of a rank keep their weights on its device, and which have them come from host memory in every step; and
-how long a step then takes. Pure arithmetic.
+"""The choice of blocks to offload on a rank, and the time of a step that streams them. Arithmetic only.
 
-Used by the loader on each rank, and by the host, which so knows beforehand what each rank will hold. Forecasts count by
-the mean block (offloaded_memory).
+Each rank's loader and the host compute the same plan, so that the host knows in advance what each rank will load.
+Estimates of runs use the mean block instead (offloaded_memory).
 """
 
 import itertools
 from dataclasses import dataclass, replace
 
-NUM_BUFFERS = 2                # of a device, each for one block at a time: one runs while the next one's weights come
-PHASES = 8                     # of blocks that are spread evenly, which are tried
-SETTLED = 4                    # steps after which they all take as long
+NUM_BUFFERS = 2                # on a device, each for one block: one block runs while the next one's weights arrive
+PHASES = 8                     # candidate offsets of evenly spaced blocks
+SETTLED = 4                    # steps after which step times are constant
 
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """What a rank's device holds, in bytes.
+    """Offloading plan of a rank, in bytes.
 
-    blocks: those whose weights come from host memory, sorted. device_bytes: of weights on the device, with the buffers
-    that the others come through, which are buffer_bytes. offloaded_bytes: of the weights that come, once a step.
+    blocks: offloaded blocks, sorted. device_bytes: of resident weights, including buffer_bytes of the buffers for
+    streamed blocks. offloaded_bytes: of the offloaded weights, streamed once per step.
     """
 
     blocks: tuple[int, ...]
@@ -28,32 +27,32 @@ class OffloadPlan:
 
 
 def num_buffers(num_blocks):
-    """Through how many buffers so many blocks come. Of three, one would have the second to itself, and stay there: so
-    two come through one, in the same memory."""
+    """The number of buffers for this many offloaded blocks. Of three blocks, one would have the second buffer to itself
+    and stay there; so two blocks use one buffer, in the same memory."""
     return 1 if num_blocks == 2 else min(NUM_BUFFERS, num_blocks)
 
 
 def plan_offload(sizes, costs, extra_bytes, budget_bytes):
-    """The OffloadPlan of a rank whose weights may take so many bytes of its device; where none takes so few, the one
-    that takes least.
+    """The OffloadPlan of a rank whose weights may take budget_bytes of its device; if that is impossible, the plan with
+    the least memory.
 
-    sizes: {block: bytes of its weights that can come from host memory}. costs: {block: what computing it takes,
-    relative}. extra_bytes: of weights that stay on the device in any case.
+    sizes: {block: bytes of its weights that can be offloaded}. costs: {block: relative compute}. extra_bytes: of
+    weights that are always resident.
 
-    A buffer is as large as the largest block that comes through it, so the smaller kind of block may do alone. Between
-    the others they are spread evenly: only as many blocks as there are buffers can be fetched while others compute. Of
-    the choices, that is taken whose step is the shortest where copying takes as long as computing, which is where it is
-    hardest to hide.
+    A buffer has the size of the largest block that uses it, so offloading only the smaller kind of block may be better.
+    Offloaded blocks are spaced evenly among the others, since only as many as there are buffers can be fetched ahead.
+    The plan with the shortest step is chosen for the case that copies take as long as compute, where they are hardest
+    to hide.
     """
     blocks = sorted(sizes)
-    whole = OffloadPlan((), extra_bytes + sum(sizes.values()), 0, 0)
-    if whole.device_bytes <= budget_bytes or not blocks:
-        return whole
-    fitting, least = [], whole
+    full_plan = OffloadPlan((), extra_bytes + sum(sizes.values()), 0, 0)
+    if full_plan.device_bytes <= budget_bytes or not blocks:
+        return full_plan
+    fitting, least = [], full_plan
     for most, phase in itertools.product(sorted(set(sizes.values())), range(PHASES)):
         kind = [block for block in blocks if sizes[block] <= most]
         for count in (2, *range(4, len(kind) + 1)) if len(kind) > NUM_BUFFERS else ():
-            plan = _plan_of(_placement(kind, count, phase / PHASES), sizes, whole.device_bytes)
+            plan = _plan_of(_placement(kind, count, phase / PHASES), sizes, full_plan.device_bytes)
             least = min(least, plan, key=lambda each: each.device_bytes)
             if plan.device_bytes <= budget_bytes:
                 fitting.append(plan)
@@ -66,35 +65,35 @@ def plan_offload(sizes, costs, extra_bytes, budget_bytes):
 
 
 def _placement(kind, count, phase):
-    """So many of these blocks, as far from each other as can be. phase: from 0 to 1, how late they begin."""
+    """This many of the blocks, evenly spaced. phase: offset from 0 to 1."""
     return tuple(kind[int((number + phase) * len(kind) / count)] for number in range(count))
 
 
-def _plan_of(blocks, sizes, whole_bytes):
+def _plan_of(blocks, sizes, full_bytes):
     offloaded = sum(sizes[block] for block in blocks)
     buffers = num_buffers(len(blocks)) * max(sizes[block] for block in blocks)
-    return OffloadPlan(blocks, whole_bytes - offloaded + buffers, offloaded, buffers)
+    return OffloadPlan(blocks, full_bytes - offloaded + buffers, offloaded, buffers)
 
 
 def step_seconds(compute_s, copy_s, offloaded, count=None):
-    """Seconds of a step, when many follow each other.
+    """Seconds of a step in steady state.
 
-    compute_s, copy_s: {block: seconds of running it, of copying its weights}. offloaded: sorted, of those blocks.
-    count: of buffers; None: num_buffers. Copies are made one after the other; a buffer's next one begins when the block
-    that it holds has run.
+    compute_s, copy_s: {block: seconds of running it, of copying its weights}. offloaded: those blocks, sorted. count:
+    of buffers; None: num_buffers. Copies run one after the other; the next copy into a buffer starts when the block in
+    it has run.
     """
-    place = {block: number for number, block in enumerate(offloaded)}
+    position = {block: number for number, block in enumerate(offloaded)}
     count = count or num_buffers(len(offloaded))
-    users = [offloaded[number::count] for number in range(count)]                      # of each buffer, in turn
+    users = [offloaded[number::count] for number in range(count)]                      # of each buffer, in order
     there_at, copied_at = {}, 0.0
     for block in offloaded[:count]:
         there_at[block] = copied_at = copied_at + copy_s[block]
     now, ends = 0.0, [0.0]
     for _, block in itertools.product(range(SETTLED), sorted(compute_s)):
         now = max(now, there_at.get(block, 0.0)) + compute_s[block]
-        if block in place:
-            own = users[place[block] % count]
-            following = own[(place[block] // count + 1) % len(own)]
+        if block in position:
+            own = users[position[block] % count]
+            following = own[(position[block] // count + 1) % len(own)]
             if following != block:
                 there_at[following] = copied_at = max(copied_at, now) + copy_s[following]
         if block == max(compute_s):
@@ -103,20 +102,19 @@ def step_seconds(compute_s, copy_s, offloaded, count=None):
 
 
 def offloaded_memory(dims, needed, free_bytes, weights_memory, num_stages=1):
-    """The Memory of a rank of which some weights come from host memory, so that it has room; None where even two blocks
-    at a time have none.
+    """The Memory of a rank that offloads as many weights as needed to fit; None if not even two blocks at a time fit.
 
-    needed: with all weights on the device. free_bytes: of the device, for all that the rank holds there.
-    weights_memory: of MemorySettings. num_stages: of one of which the rank has the blocks.
+    needed: with all weights resident. free_bytes: of the device, for everything on the rank. weights_memory: of
+    MemorySettings. num_stages: number of stages, of which the rank has one.
     """
-    beside, outside = needed.keys_values + needed.activations, dims.outside_bytes
-    free_bytes = min(free_bytes - beside, weights_memory)
+    run_bytes, outside = needed.keys_values + needed.activations, dims.outside_bytes
+    free_bytes = min(free_bytes - run_bytes, weights_memory)
     over, a_block = needed.weights - free_bytes, num_stages * (needed.weights - outside) / dims.blocks
     buffers = NUM_BUFFERS * a_block
     if over <= 0:
         return needed
-    # each block of a stage would have a buffer of its own, or the buffers alone are too large
+    # each block of a stage would have its own buffer, or the buffers alone are too large
     if dims.blocks <= NUM_BUFFERS * num_stages or outside + buffers > free_bytes:
         return None
-    # the first two blocks that come make room for one, each further one for itself
+    # the first two streamed blocks free the memory of one, each further one of itself
     return replace(needed, weights=free_bytes, streamed=buffers if over <= a_block else over + buffers)

@@ -1,24 +1,23 @@
-"""Bytes that live while a layer with packed weights runs: what is unpacked of them, inputs that are rounded, and what
-comfy-kitchen's products take inside. Pure arithmetic, for memory_model.py; tests/unit/tools/dry_run/test_types.py holds
-it to 5 %."""
+"""Temporary memory of layers with packed weights: unpacked weights, rounded inputs, and intermediates of
+comfy-kitchen's matrix multiplications. Arithmetic only; tests/unit/tools/dry_run/test_types.py allows 5 % of error."""
 
 import math
 from dataclasses import dataclass
 
-WIDENING = 2.0                 # where a layer begins that widens tokens: what it reads, and what that is made of
-# bytes in 4-bit products without kernels: of a number that is multiplied, rotated and rounded, while it is unpacked and
-# while the weight is; and of a number of the weight
+WIDENING = 2.0                 # at the start of an up-projection: its input, and the tensor that it was made from
+# bytes in eager 4-bit products: per input element while it is rotated, rounded and unpacked; per rounded input element
+# while the weight is unpacked; per weight element
 UNPACKED_INPUT, ROUNDED_INPUT, UNPACKED_WEIGHT = 13.5, 4.5, 11.0
-# in 8-bit products without kernels: bytes of a number of the inputs while it is rounded; of one of the sums, in 32
-# bits; of one of the result; and bytes of the sums that are scaled at a time
+# bytes in eager 8-bit products: per input element while it is rounded; per int32 sum; per result; and of the sums
+# scaled at a time
 ROUNDING, SUM, RESULT, CHUNK_BYTES = 3.0, 4.0, 2.0, 2 ** 28
 
 
 @dataclass(frozen=True, order=True)
 class Product:
-    """A product with a weight of a block that is held in a format of ComfyUI's. columns, rows: of the weight.
-    with_text: do image and text pass it as one? input_bytes: of a rounded number of its inputs. rotated: are they
-    rotated before? row_scales: has each row of the weight a scale?"""
+    """A product with a block's weight stored in a ComfyUI format. columns, rows: of the weight. with_text: whether
+    image and text tokens are its input together. input_bytes: per rounded input element. rotated: whether inputs are
+    rotated first. row_scales: whether each row of the weight has a scale."""
 
     columns: int
     rows: int
@@ -30,11 +29,11 @@ class Product:
 
 
 def most_in_layers(dims, footprint, tokens, text, most, tensor, has_lora):
-    """The most that lives in a layer with packed weights. Of a layer that widens tokens, what lives beside it is what
-    tensor parallelism does not divide.
+    """Peak memory in layers with packed weights. In an up-projection, the other live tensors are those that tensor
+    parallelism does not shard.
 
-    live: memory_model.ActivationFootprint. tokens, text: that a rank has, of all images. most: what lives else. tensor:
-    degree. has_lora: is one added to packed weights?
+    footprint: memory_model.ActivationFootprint. tokens, text: of a rank, over all images. most: peak in other layers.
+    tensor: degree. has_lora: whether a LoRA is applied to packed weights.
     """
     numbers = (tokens + text) * dims.width
     narrow_bytes, wide_bytes = dims.lora_unpack_bytes if has_lora else (dims.unpack_bytes, 0.0)
@@ -45,18 +44,18 @@ def most_in_layers(dims, footprint, tokens, text, most, tensor, has_lora):
     def there(product):
         return tokens + (text if product.with_text else 0)
 
-    # the result is there beside rounded inputs
+    # the result coexists with the rounded inputs
     found += [narrow + there(product) * (product.input_bytes * product.columns / tensor
                                     + dims.element_bytes * product.rows)
               for product in dims.rounded_products]
     for product in dims.eager_products:
         narrows = product.rows <= product.columns
-        # of ranks that agree: kitchen_layers.py's own
+        # ranks agree on scales there: kitchen_layers.py computes the product
         if product.format == "int8_tensorwise" and narrows and tensor > 1:
             continue
         inside = _in_8_bits if product.format == "int8_tensorwise" else _in_4_bits
-        beside = narrow if narrows else footprint.residual * dims.element_bytes * numbers
-        found.append(beside + inside(product, there(product), 1 if narrows else tensor))
+        others = narrow if narrows else footprint.residual * dims.element_bytes * numbers
+        found.append(others + inside(product, there(product), 1 if narrows else tensor))
     return max(found)
 
 
@@ -66,12 +65,12 @@ def _in_4_bits(product, tokens, _):
 
 
 def _in_8_bits(product, tokens, tensor):
-    """comfy_kitchen.backends.eager.quantization.int8_linear's, with the rows of a tensor rank."""
+    """Memory of comfy_kitchen.backends.eager.quantization.int8_linear, with a tensor rank's rows."""
     inputs, results = tokens * product.columns, tokens * product.rows / tensor
-    # of sums: as they are, and what they are scaled by
+    # of sums: the chunk itself, and the scales by which it is multiplied
     chunk, times = min(SUM * results, CHUNK_BYTES), 1 + product.row_scales
-    before = RESULT * (results - chunk / SUM)                  # results of chunks before
+    before = RESULT * (results - chunk / SUM)                  # results of earlier chunks
     last = SUM * results - chunk * (math.ceil(SUM * results / chunk) - 1)
     scaled = SUM * results + max((times + 1 + RESULT / SUM) * chunk + before, times * last + 2 * RESULT * results)
-    summed = SUM * results + product.columns * product.rows / tensor           # a copy of the weight in its other order
+    summed = SUM * results + product.columns * product.rows / tensor           # a transposed copy of the weight
     return (2.0 * inputs if product.rotated else 0.0) + max(ROUNDING * inputs, inputs + max(summed, scaled))

@@ -1,5 +1,5 @@
-"""Seconds of a decode or encode by rows, from what one device would compute, and how many devices should share it.
-Pure arithmetic."""
+"""Estimated time of a VAE decode or encode split by rows, and the number of devices to split it over. Arithmetic
+only."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ from .layout_search import WORTH, speeds_of
 
 @dataclass(frozen=True)
 class Work:
-    """A decode or encode of one picture: operations, bytes that its smaller steps move, layers that ask other ranks for
-    something, and the bytes of the rows that they borrow, from one neighbour."""
+    """A decode or encode of one image: floating-point operations, bytes moved by elementwise kernels, layers that
+    communicate, and bytes of halo rows from one neighbour."""
 
     flops: float
     moved_bytes: float
@@ -18,8 +18,8 @@ class Work:
 
 
 def work_seconds(work, machine, ranks, first=0):
-    """Of so many of the machine's ranks from `first` on, which have rows by their speed; all wait for the last. Rows at
-    the edges are waited for."""
+    """Estimated seconds on this many of the machine's ranks from `first` on, with rows split by speed; all wait for the
+    slowest. Halo exchanges do not overlap compute."""
     devices, links = machine.devices[first:first + ranks], machine.links
     if ranks == 1:
         return _compute_s(work, devices[0]) / machine.alone
@@ -31,10 +31,10 @@ def work_seconds(work, machine, ranks, first=0):
 
 
 def choose_ranks(work, machine, most):
-    """Which of the machine's devices should share it, the fastest alone or the first so many, `most` at the most: {(how
-    many, the first of them): seconds}, the best choice first.
+    """Choose devices to split a decode or encode over: the fastest alone, or the first N, up to `most`. Returns
+    {(number of devices, first device): seconds}, best choice first.
 
-    Those that are nearly as fast as the fastest choice are there, the fewest first: more would not be worth it.
+    Choices nearly as fast as the fastest are included, fewest devices first; more would not be worth it.
     """
     fastest = min(range(most), key=lambda rank: _compute_s(work, machine.devices[rank]))
     seconds = {choice: work_seconds(work, machine, *choice)

@@ -51,8 +51,8 @@ def devices_of(config):
     if machines_of(devices) and not chosen_address():
         raise ConfigError(f'Leave out {", ".join(machines_of(devices))}, or set the address of this machine in '
                           f'Settings > xDiT > Other machines to one of {", ".join(own_addresses())} after reading '
-                          f'docs/guide/several-machines.md: devices="{config.devices}" names other machines, and ComfyUI does not '
-                          "listen for any.")
+                          f'docs/guide/several-machines.md: devices="{config.devices}" names other machines, and '
+                          "ComfyUI does not listen for any.")
     validate(config, len(devices))
     return devices
 

@@ -72,7 +72,7 @@ def test_keys_and_values_that_host_memory_has_no_room_for_are_refused(comfyui, m
         return comfyui.sample(model, "sd3", steps=2, cfg=1.0, latent=comfyui.latent("sd3", size=(16, 16)))
 
     monkeypatch.setattr(checks, "available_memory", lambda: (1000, 10 ** 12))
-    with pytest.raises(comfyui.errors.ConfigError, match=r"needs about (\S+) GB on this machine's host memory "
+    with pytest.raises(comfyui.errors.ConfigError, match=r"needs about (\S+) GB on this machine's system RAM "
                        r"\(\1 GB of keys and values\), and that has 1e-06 GB\.") as refused:
         sample()
     needed = float(re.search(r"needs about (\S+) GB", str(refused.value))[1]) * 1e9
@@ -144,8 +144,8 @@ def test_what_is_too_large_for_the_devices_draws_the_same_with_weights_from_host
     result = comfyui.sample(model, kind, steps=2)
 
     assert torch.equal(result, wanted)
-    stay, streamed = map(float, re.search(r"Weights: (\S+) GB of each device, and (\S+) GB come from host memory in "
-                                          r"every step", said[0]).groups())
+    stay, streamed = map(float, re.search(r"Weights: (\S+) GB resident per device, (\S+) GB offloaded to system RAM "
+                                          r"and streamed at every step", said[0]).groups())
     assert stay * 1e9 <= (0.9 if number else 0.95) * weights and streamed > 0
 
 
@@ -163,8 +163,9 @@ def test_weights_that_host_memory_has_no_room_for_are_said_to_come_from_the_disk
     panel = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.server.panel")
     assert panel.state()["run"]["streamed"] == max(model.model.remote.memory.offloaded_bytes) > 0
     streamed, rate, step_s = map(float, re.search(
-        r"and (\S+) GB come from host memory in every step, more than it has room for: (\S+) GB/s from disk, (\S+) s a "
-        r"step\. Faster would be more host memory, or weights of a smaller type", said[0]).groups())
+        r"(\S+) GB offloaded to system RAM and streamed at every step, more than fits in free system RAM: read from "
+        r"disk at (\S+) GB/s, (\S+) s per step\. For a faster run, add system RAM or use smaller weights",
+        said[0]).groups())
     assert read == [model.model.remote.checkpoint.files[0]] and rate == 1e-3
     within(abs(step_s - streamed * 1e3) / step_s, 0.05)
 
@@ -190,7 +191,7 @@ def test_a_run_that_leaves_less_room_has_more_weights_come(comfyui, said, monkey
         said.clear()
         result = comfyui.sample(model, "sd3", steps=2, latent=comfyui.latent("sd3", size=rows_columns))
         assert torch.equal(result, want)
-        how.append((model.model.remote.spec.weights_memory > 0, "come from host memory" in said[0]))
+        how.append((model.model.remote.spec.weights_memory > 0, "streamed at every step" in said[0]))
 
     assert how == [(False, False), (True, True), (True, True)]         # what suits a larger run stays
     client = comfyui.groups.client(("cpu",))
@@ -246,7 +247,7 @@ def test_bench_size_has_as_many_weights_come_as_the_node(comfyui, monkeypatch, l
     weights_memory = check.weights_memory_alongside(check.estimate_of_run(job, fit.layout), False)
 
     assert fit.weights_memory == weights_memory
-    assert (weights_memory > 0) == (num_bytes < 30e9) == ("come from host memory" in fit.answer())
+    assert (weights_memory > 0) == (num_bytes < 30e9) == ("offloaded to system RAM" in fit.answer())
     check._setup.spec = dataclasses.replace(check._setup.spec, weights_memory=weights_memory)
     coming = type(check)(check._setup, check._plan_of, None, dict, dict)
     assert fit.hold == (coming.weight_bytes, coming.offloaded_bytes)
@@ -270,8 +271,9 @@ def test_stages_that_are_too_large_have_weights_come_once_for_each_of_as_few_pat
 
     assert before == 0 and coming.requested_patches == 2 and 0 < budget < 12e9
     said = coming.describe_placement(types.SimpleNamespace(plan=None, streaming_plan=None, timed=None))
-    stay, once, a_step = map(float, re.search(r"Weights: (\S+) GB of each device, and (\S+) GB come from host memory "
-                                              r"for each of 2 patches, (\S+) GB in every step$", said).groups())
+    stay, once, a_step = map(float, re.search(
+        r"Weights: (\S+) GB resident per device, (\S+) GB offloaded to system RAM and streamed for each of 2 patches "
+        r"\((\S+) GB per step\)$", said).groups())
     assert counted.weight_bytes == coming.weight_bytes[0] <= budget and counted.weight_bytes / 1e9 <= 1.01 * stay
     assert a_step == pytest.approx(2 * once, rel=0.01) and counted.streamed_bytes == 2 * coming.offloaded_bytes[0]
     with pytest.raises(comfyui.errors.ConfigError, match="needs about"):
@@ -305,9 +307,9 @@ def test_stages_that_are_too_large_have_weights_come_as_often_as_is_forecast_to_
     result = comfyui.sample(model, "sd3", steps=4)
 
     assert model.model.remote.spec.stages.pipefusion_degree == 2
-    often = "for each of 2 patches, " if is_hidden else "in every step"
-    assert f"PipeFusion 2, {2 if is_hidden else 1} patch" in said[0] and f"come from host memory {often}" in said[0]
-    assert (", hidden (" in said[0]) == is_hidden and ("which takes" in said[0]) != is_hidden
+    often = "for each of 2 patches (" if is_hidden else "at every step"
+    assert f"PipeFusion 2, {2 if is_hidden else 1} patch" in said[0] and f" and streamed {often}" in said[0]
+    assert (", hidden behind" in said[0]) == is_hidden and ("transfer-bound" in said[0]) != is_hidden
     close(result, wanted, EXACT)
 
 
@@ -369,13 +371,13 @@ def test_flux2_in_fp8_on_two_gpus_is_answered_alike(comfyui, monkeypatch, tmp_pa
 
     # a run with built-in guidance is by Ulysses; what stays on the cards leaves room for both branches
     assert remote.setup.layout(1).ulysses_degree == 2 and remote.spec.stages is None
-    assert fit.held == remote.setup.dims.resident_bytes
+    assert fit.all_bytes == remote.setup.dims.resident_bytes
     assert fit.weights_memory == remote.memory.weights_memory_alongside(remote._most_run_bytes, False)
     remote.compute_in("bfloat16", base_model)
     assert fit.hold == (remote.memory.weight_bytes, remote.memory.offloaded_bytes)
     said = remote.memory.describe_placement(types.SimpleNamespace(plan=None, streaming_plan=None, timed=None))
     assert fit.answer().startswith("fits: ") and fit.answer().endswith(said)
-    assert said.startswith(". Weights: ") and "come from host memory in every step" in said
+    assert said.startswith(". Weights: ") and "streamed at every step" in said
 
 
 @pytest.mark.parametrize("command", ["Predict", "LoadModel"])

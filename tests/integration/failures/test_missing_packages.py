@@ -40,7 +40,7 @@ def test_all_nodes_load_and_say_what_is_missing(comfyui, base, package, says):
 
     assert answers["missing"] == [package] and answers["loaded"], process.stderr[-2000:]
     assert answers["nodes"] == sorted(name for name in comfyui.nodes.NODE_CLASS_MAPPINGS if name.startswith("XDiT"))
-    needs = (rf"(Install {package}, which this Python does not have: |GGUF files need the package {package}, which "
-             rf"this Python does not have\. Install with: ){INSTALL}")
+    needs = (rf"(Install {package}, which this Python does not have: |Install the package {package}, which GGUF files "
+             rf"need: ){INSTALL}")
     for what in ("plain.safetensors", "quantised.gguf", "decode", "prompt"):
         assert re.search(needs, answers[what]) if what in says else answers[what] == "ran", answers

@@ -144,7 +144,7 @@ def test_a_folder_that_does_not_say_which_model_it_is_is_refused(comfyui):
     (folder / "vae").rename(folder / "elsewhere")
 
     with pytest.raises(comfyui.errors.CheckpointError, match="^Download the whole folder, .*: folder-ltx-video is "
-                                                             "a model of LTX-Video, of which a folder"):
+                                                             "a model of LTX-Video, whose variants only a folder"):
         comfyui.proxy.load_proxy(str(folder), "fp32", comfyui.config())
     (folder / "elsewhere").rename(folder / "vae")
 

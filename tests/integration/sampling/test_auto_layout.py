@@ -47,7 +47,7 @@ def test_the_forecast_chooses_and_the_node_says_it(comfyui, said, user, caplog, 
     close(result, comfyui.reference("sd3", cfg=cfg), EXACT)
     words = expected.split("|")
     assert any(said[0].startswith(f"running on cpu, cpu: {word}. Plan: {word}, about ") for word in words), said
-    assert ("one device is as fast" in said[0]) == (expected == "one device") and " GB a card" in said[0]
+    assert ("one device is as fast" in said[0]) == (expected == "one device") and " GB per device" in said[0]
     assert "(estimate: " in said[-1] and "), measured " in caplog.text and "the workers were busy" in caplog.text
     assert " a step, " in said[-1] and "measured" not in said[-1]
     taught = machine_profiles.calibrations(user)
@@ -106,6 +106,6 @@ def test_for_speed_a_model_that_fits_is_spread_and_nodes_say_what_it_gains_and_c
 
     comfyui.sample(model, "flux", steps=4)
 
-    costs = ", for speed: near to one device's picture (43 dB in the demo model with 4 patches)"
+    costs = ", for speed: close to one device's image (43 dB in the demo model with 4 patches)"
     assert said[0].endswith(f"PipeFusion 2, 4 patches{costs}") == is_staged
     assert [text.split(":")[0] for text in told] == ["PipeFusion 2, 4 patches for speed"] * is_staged

@@ -77,7 +77,7 @@ def test_layers_that_round_tokens_are_not_shared_out(comfyui, native_of, format_
     """In auto mode another layout is chosen; in manual mode it is said."""
     name, *_ = native_of("sd3", format_)
 
-    with pytest.raises(comfyui.errors.UnsupportedError, match=r"tensor_degree=2 cannot share out transformer_blocks\S+"
+    with pytest.raises(comfyui.errors.UnsupportedError, match=r"tensor_degree=2 cannot shard transformer_blocks\S+"
                                                               r"weight, whose products round each token's inputs"):
         comfyui.load_model.execute(name, "default", comfyui.config("cpu,cpu", tensor=2))
     model = comfyui.load_model.execute(name, "default", comfyui.config("cpu,cpu")).args[0]

@@ -42,10 +42,10 @@ def test_one_set_of_weights_is_read(tmp_path, part, files, read):
 
 
 @pytest.mark.parametrize("files, words", [
-    (SHARDS[1:], f"has 1 of 2 shards, {SHARDS[1]}"),
+    (SHARDS[1:], f"has 1 of 2 shards, including {SHARDS[1]}"),
     ([*SHARDS, f"{NAME}.safetensors"], f"more than once, as {SHARDS[0]} and as {NAME}.s"),
     ([f"{NAME}.fp16.safetensors", f"{NAME}.bf16.safetensors"], "more than once"),
-    ([f"{NAME}.bin"], ".bin files can run code"),
+    ([f"{NAME}.bin"], ".bin files are not read, since they can run code"),
     ([], "lacks .safetensors files")], ids=str)
 def test_weights_that_are_not_clear_or_not_whole_are_refused(tmp_path, files, words):
     with pytest.raises(CheckpointError, match=words):
@@ -69,7 +69,7 @@ def test_json_that_is_malformed_or_of_another_type_is_refused_by_its_path(tmp_pa
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_bytes(content)
 
-    with pytest.raises(CheckpointError, match=f"{file} (is not a JSON file that can be read|holds a )"):
+    with pytest.raises(CheckpointError, match=f"{file} (is not a JSON file that can be read|contains a )"):
         read_folder(folder)
 
 

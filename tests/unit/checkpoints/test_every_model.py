@@ -50,7 +50,7 @@ FAMILY = {
     "WAN21_CausalAR_T2V": "Wan", "WAN21_FlowRVS": "Wan"}
 # class of ComfyUI's -> (a family's tensors, what it has beside those, what the refusal says)
 REFUSED = {
-    **{name: ({}, {mark: (2, 2)}, "finds things in pictures") for name, mark in (
+    **{name: ({}, {mark: (2, 2)}, "a detection or depth model") for name, mark in (
         ("RT_DETR_v4", "backbone.stem.stem1.conv.weight"),
         ("SAM3", "detector.backbone.vision_backbone.trunk.pos_embed"),
         ("SAM31", "detector.backbone.vision_backbone.trunk.pos_embed"),

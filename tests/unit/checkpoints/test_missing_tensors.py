@@ -221,5 +221,5 @@ class Broken:
 def test_a_package_that_cannot_be_imported_is_no_fault_of_the_file(monkeypatch):
     monkeypatch.setitem(sys.modules, "diffusers", Broken())
 
-    with pytest.raises(CheckpointError, match="^Mend or remove the package that is named last, .* diffusers.loaders"):
+    with pytest.raises(CheckpointError, match="^Repair or remove the package that is named last, .* diffusers.loaders"):
         build(FAMILIES["SD3"], {})

@@ -11,7 +11,7 @@ from tests.support.tolerances import within
 from xdit_backend.checkpoints.build_transformer import build_empty
 from xdit_backend.checkpoints.model_dims import dims_of, job_of
 from xdit_backend.models import FAMILIES
-from xdit_backend.tools.bench.published_runs import NETS
+from xdit_backend.tools.bench.published_runs import MODELS
 
 
 def usual_config(family):
@@ -27,7 +27,7 @@ def usual_config(family):
     ("Qwen-Image", "qwen-image", 2), ("Wan", "wan2.1-14b", 3)])
 def test_published_sizes(name, published, sums):
     """sums: of docs/design/tensor.md."""
-    dims, known = dims_of(FAMILIES[name], build_empty(FAMILIES[name], usual_config(FAMILIES[name]))), NETS[published]
+    dims, known = dims_of(FAMILIES[name], build_empty(FAMILIES[name], usual_config(FAMILIES[name]))), MODELS[published]
 
     assert (dims.blocks, dims.width, dims.heads, dims.joint) == (known.blocks, known.width, known.heads, known.joint)
     within(abs(dims.sums - sums), 1e-12)

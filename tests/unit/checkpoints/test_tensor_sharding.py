@@ -144,7 +144,7 @@ def test_a_rank_reads_its_share_of_a_gguf_file(file_of, tmp_path, type_):
     degrees = "tensor_degree 2 or 4 or 8, " * (type_ == "Q8_0")
     with pytest.raises(UnsupportedError, match=f"^Use {degrees}tensor_degree.*fp8"
                        + (" or int8: " if type_ == "Q8_0" else ", int8 or Q8_0: ")
-                       + "tensor_degree=(2|16) cannot share out these quantised weights, as transformer_blocks.0.* has "
+                       + "tensor_degree=(2|16) cannot shard these quantised weights, as transformer_blocks.0.* has "
                        f"256 inputs, in blocks of {256 if type_ == 'Q4_K' else 32}, "):
         load_transformer(header.spec("float32", "float32", tensor_degree=2 if type_ == "Q4_K" else 16), CPU)
 

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from xdit_backend.checkpoints.weight_versions import MAX_KEPT, Versions
+from xdit_backend.checkpoints.weight_versions import MAX_CACHED, Versions
 
 ROOM = 2 ** 20
 
@@ -19,7 +19,7 @@ def test_any_way_through_versions_leads_to_their_own_weights(seed):
     plain = [torch.randn(3, generator=generator) for _ in range(6)]
     wanted = {0: plain} | {number: [torch.randn(3, generator=generator) if draw.random() < 0.4 else values
                                     for values in plain]
-                           for number in range(1, MAX_KEPT + 2)}
+                           for number in range(1, MAX_CACHED + 2)}
     weights = [torch.nn.Parameter(values, requires_grad=False) for values in plain]
     files = {id(weight): weight.data for weight in weights}
     versions, now, num_returns = Versions(), 0, 0

@@ -78,8 +78,8 @@ def test_a_copy_that_fails_fails_its_run_in_words_and_the_next_one_is_right(
     try:
         want, group = predict(), client.group
         (faults / f"fails-{rank}").touch()
-        with pytest.raises(CopyError, match=r"^Queue the prompt again, .* of block \d+ could not be copied from host "
-                                            r"memory to cpu \(OSError: no page-locked memory is left\).*weights_mem"):
+        with pytest.raises(CopyError, match=r"^Queue the prompt again, .* of block \d+ could not be copied from "
+                                            r"system RAM to cpu \(OSError: no page-locked memory is left\).*weights_"):
             predict()
         assert not (faults / f"fails-{rank}").exists()
 
@@ -102,7 +102,7 @@ def test_a_copy_that_fails_while_a_vae_decodes_fails_it_in_words(faults, monkeyp
         assert torch.allclose(decode().double(), decoded(), atol=1e-6)
         group = client.group
         (faults / "fails-1").touch()
-        with pytest.raises(CopyError, match="^Queue the prompt again, .* could not be copied from host memory to cpu"):
+        with pytest.raises(CopyError, match="^Queue the prompt again, .* could not be copied from system RAM to cpu"):
             decode()
 
         assert torch.allclose(decode().double(), decoded(), atol=1e-6) and client.group is not group

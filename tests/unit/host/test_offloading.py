@@ -106,7 +106,7 @@ def test_a_file_that_is_written_to_fails_the_run_in_words_and_one_that_is_remove
         opened.write(bytes(len(whole) // 4))
     handle = client.submit(spec, layout(**degrees), checkpoint.family.num_channels(one.config), [call_of(one)] * 2)
     request = handle.group._requests[handle.request]
-    with pytest.raises(CheckpointError, match="^Queue the prompt again, which .* was written to while a run had "):
+    with pytest.raises(CheckpointError, match="^Queue the prompt again, which .* was written to while a run was "):
         client.wait([handle])
     assert request.failed.keys() == request.answering == {0, 1} and not request.unanswered
     with open(file, "r+b") as opened:

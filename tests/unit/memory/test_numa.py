@@ -60,17 +60,17 @@ def test_a_thread_and_those_that_it_begins_belong_to_the_node_of_the_gpu(tmp_pat
     assert own == of_child == given == {processor}
     assert os.sched_getaffinity(0) == set(OWN)                 # no other thread's
     message, = caplog.messages
-    assert message == f"weights for the card at {CARD} are copied by processors of its NUMA node {node}"
+    assert message == f"weights for the GPU at {CARD} are copied by CPUs of its NUMA node {node}"
 
 
 @pytest.mark.parametrize("of_gpu, nodes, address, why", [
     (None, None, CARD, "No such file"),
     ("-1", None, CARD, "the system does not know its NUMA node"),
-    ("1", (f"{OWN[0]}", "100000-100003"), CARD, "none of the processors of its NUMA node 1 is among"),
-    ("1", (f"{OWN[0]}", ""), CARD, "none of the processors of its NUMA node 1 is among"),
+    ("1", (f"{OWN[0]}", "100000-100003"), CARD, "this process may use none of the CPUs of its NUMA node 1"),
+    ("1", (f"{OWN[0]}", ""), CARD, "this process may use none of the CPUs of its NUMA node 1"),
     ("1", (f"{OWN[0]}", "all"), CARD, "invalid literal"),
     ("7", None, CARD, "No such file"),
-    ("1", None, "", "this PyTorch does not tell its address")])
+    ("1", None, "", "this PyTorch does not provide its PCI address")])
 def test_where_the_node_is_not_known_or_not_this_process_s_a_thread_stays_as_it_is_and_says_so_once(
         tmp_path, caplog, of_gpu, nodes, address, why):
     folder = sysfs(tmp_path, *([nodes] if nodes else []), of_gpu=of_gpu)
@@ -79,7 +79,7 @@ def test_where_the_node_is_not_known_or_not_this_process_s_a_thread_stays_as_it_
 
     assert own == set(OWN) and given == set()
     message, = caplog.messages
-    assert re.search(f"are copied by any processor: .*{why}", message)
+    assert re.search(f"are copied by any CPU: .*{why}", message)
 
 
 def test_a_container_that_forbids_it_is_told(tmp_path, caplog, monkeypatch):

@@ -51,10 +51,10 @@ class LateCopies:
                 self.requested[index] = None
 
 
-@pytest.mark.parametrize("piece_bytes", [None, 8, 64, 1000, 10 ** 6])
+@pytest.mark.parametrize("chunk_bytes", [None, 8, 64, 1000, 10 ** 6])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_element_arrives(shape, piece_bytes):
-    staging, source = StagingBuffers(CPU, piece_bytes), torch.randn(shape)
+def test_every_element_arrives(shape, chunk_bytes):
+    staging, source = StagingBuffers(CPU, chunk_bytes), torch.randn(shape)
 
     target = torch.full(shape, torch.nan, dtype=torch.float64)
     staging.to_host(source, target)

@@ -443,6 +443,6 @@ def test_a_layer_that_nothing_is_known_of_is_refused():
     one = example("SD3")
     one.model.transformer_blocks[1].attn.to_more = torch.nn.Linear(4, 4)
 
-    with pytest.raises(UnsupportedError, match="cannot spread this model: what its layer attn.to_more of a "
-                                               "JointTransformerBlock is for"):
+    with pytest.raises(UnsupportedError, match="tensor parallelism does not know layer attn.to_more of a "
+                                               "JointTransformerBlock"):
         tensor_splits(one.model, one.family.plan)

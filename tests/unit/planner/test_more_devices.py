@@ -5,7 +5,7 @@ import pytest
 from xdit_backend.config import ParallelConfig
 from xdit_backend.planner.cost_model import Degrees, Job, ModelDims
 from xdit_backend.planner.memory_model import rank_memory
-from xdit_backend.planner.more_devices import MOST_TOLD, placement_that_fits
+from xdit_backend.planner.more_devices import MOST_SUGGESTED, placement_that_fits
 from xdit_backend.planner.planner import memory_settings
 from xdit_backend.protocol.specs import Stages
 
@@ -27,6 +27,6 @@ def test_the_least_number_of_devices_is_told(degree):
 
 
 def test_more_devices_than_people_have_are_not_told():
-    assert MOST_TOLD < 20 and needed(20) < needed(15)
+    assert MOST_SUGGESTED < 20 and needed(20) < needed(15)
 
     assert placement_that_fits(ParallelConfig(), NET, {}, JOB, needed(20)) == []

@@ -301,7 +301,7 @@ def test_devices_do_not_share_what_comes_where_that_gains_nothing_or_some_rest()
 
 
 def test_the_node_says_where_weights_are_and_what_they_cost():
-    for host_bytes_s, says in ((12e9, "hidden"), (1e9, "which takes")):
+    for host_bytes_s, says in ((12e9, "hidden"), (1e9, "transfer-bound")):
         machine = Machine((replace(CARD, host_bytes_s=host_bytes_s),) * 2, Links(dict.fromkeys(LINKS.rates, 2e9)))
         chosen = plan_run(ParallelConfig(), machine, NET, replace(JOB, branches=2)).chosen
         words = describe_weights(chosen.memory.weights, chosen.memory.streamed, chosen, JOB.steps)
@@ -309,9 +309,9 @@ def test_the_node_says_where_weights_are_and_what_they_cost():
         assert chosen.working == (2 if says == "hidden" else 1)
         assert words.startswith("Weights: 1") and says in words
     shared = replace(chosen, shards_weights=True)
-    assert ", a part over each device, which send them to each other, " in describe_weights(1e9, 2e9, shared, 20)
-    assert describe_weights(1e9, 2e9, None, 20) == ("Weights: 1 GB of each device, and 2 GB come from host memory in "
-                                                 "every step")
+    assert ", one shard by each device, which all-gather them, " in describe_weights(1e9, 2e9, shared, 20)
+    assert describe_weights(1e9, 2e9, None, 20) == ("Weights: 1 GB resident per device, 2 GB offloaded to system RAM "
+                                                    "and streamed at every step")
 
 
 def test_a_plan_knows_what_a_lora_takes():

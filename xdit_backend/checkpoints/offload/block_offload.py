@@ -1,8 +1,8 @@
-"""Blocks whose weights stay in host memory and come to the device just before they run, through a few buffers there.
-Made by the loader on each rank; the hooks say when a block begins and ends.
+"""Block offloading: blocks whose weights are in system RAM and streamed to the device just before they run, through a
+few buffers there.
 
-A weight of such a block is a view of its buffer, whose address stays. What it holds is right while its block runs. What
-comes is what is held: float8 or packed bytes, unpacked where they are used.
+A weight of such a block is a view of its buffer, whose address is fixed. Its contents are valid while its block runs.
+Weights are streamed as stored: float8 or packed bytes, which are unpacked at use.
 """
 
 import os
@@ -16,15 +16,15 @@ import torch
 from ...planner.offload_cost import num_buffers
 from ...protocol.errors import CheckpointError, CopyError
 
-ALIGNMENT = 512                            # bytes; of a weight's place in a buffer, as torch's allocator has it
+ALIGNMENT = 512                            # bytes; of a weight in a buffer, as in torch's allocator
 
 
 @dataclass(frozen=True)
 class CooperativeLoad:
-    """This rank's place among those that hold the same blocks, of which each brings a part from host memory.
+    """This rank among those that have the same blocks, of which each copies a shard from system RAM.
 
-    exchange(rows): rows, (num_ranks, bytes) of the device, have all ranks' own when it returns; before, this rank's
-    alone. A collective: these ranks run the same blocks in the same order, as often.
+    exchange(rows): all-gathers rows, (num_ranks, bytes) on the device, of which this rank has filled its own. A
+    collective: these ranks run the same blocks in the same order, equally often.
     """
 
     rank: int
@@ -34,20 +34,20 @@ class CooperativeLoad:
 
 @dataclass
 class Buffer:
-    """Memory of the device for the weights of one block at a time."""
+    """Device memory for the weights of one block at a time."""
 
     memory: torch.Tensor
-    holds: int | None = None               # the block whose weights are here, or on their way
-    arriving: Future | None = None         # None: they are here
-    num_passed: int = 0                    # forwards that have run the block, of those that take turns
-    is_used: bool = False                  # have some of them begun it?
-    is_part: bool = False                  # was only this rank's part of the weights copied?
-    needs_exchange: bool = False           # before the block runs
+    holds: int | None = None               # the block whose weights are here, or being copied
+    arriving: Future | None = None         # None: no copy in progress
+    num_passed: int = 0                    # interleaved forwards that have run the block
+    is_used: bool = False                  # some of them have entered it
+    is_part: bool = False                  # only this rank's shard of the weights was copied
+    needs_exchange: bool = False           # all-gather before the block runs
 
 
 @dataclass
 class OffloadedBlock:
-    """The weights of a block, where each is in host memory, and where in the buffer."""
+    """The weights of a block, with their host copies and their views of the buffer."""
 
     weights: list = field(default_factory=list)
     host_copies: list = field(default_factory=list)
@@ -60,11 +60,11 @@ class OffloadedBlock:
 
 
 class OffloadedBlocks:
-    """The blocks of a model on this rank whose weights are in host memory.
+    """The offloaded blocks of a model on this rank.
 
-    copies: a CopyThread, or what has its methods. Forwards that take turns after each block share what has come: a
-    buffer gets another block when all of them have run the one that it holds. files: that weights in host memory are
-    maps of.
+    copies: a CopyThread, or an object with its methods. Forwards that are interleaved after each block share streamed
+    weights: a buffer gets another block when all of them have run the one that it has. files: mapped by weights in
+    system RAM.
     """
 
     def __init__(self, device, copies, files=()):
@@ -73,25 +73,25 @@ class OffloadedBlocks:
         self._buffers: list[Buffer] = []
         self._order: list[int] = []
         self._num_forwards, self._sharing = 1, None
-        # since the model was loaded: of weights from host memory, and of those sent to ranks that share them
+        # since the model was loaded: bytes copied from system RAM, and bytes sent to ranks with the same weights
         self.copied_bytes = self.sent_bytes = 0
         self._mark, self._waits = (lambda: None), []
         self._files = {file: os.stat(file) for file in files}
 
     def check_files(self):
-        """Raise CheckpointError where a file was written to since the model was loaded: what came is perhaps of both.
-        The map of one that was removed, or has another in its place, is what it was. What has come is forgotten, since
-        the file may be put back as it was."""
+        """Raise CheckpointError if a file was written to since the model was loaded, since streamed weights may mix old
+        and new contents. The map of a file that was removed or replaced is unaffected. Streamed weights are discarded,
+        since the file may be restored."""
         for file, was in self._files.items():
             with suppress(OSError):
                 now = os.stat(file)
                 if now.st_ino == was.st_ino and (now.st_mtime_ns, now.st_size) != (was.st_mtime_ns, was.st_size):
                     self._forget()
-                    raise CheckpointError(f"Queue the prompt again, which loads the file anew: {file} was written to "
-                                          f"while a run had weights come from it.")
+                    raise CheckpointError(f"Queue the prompt again, which reloads the file: {file} was written to "
+                                          f"while a run was streaming weights from it.")
 
     def _forget(self):
-        """Have every block come anew. Buffers keep their addresses."""
+        """Discard all streamed weights. Buffers keep their addresses."""
         self._copies.drain()
         for buffer in self._buffers:
             buffer.holds = buffer.arriving = None
@@ -102,38 +102,38 @@ class OffloadedBlocks:
 
     @property
     def buffer_bytes(self):
-        """Bytes of the device that the buffers take, when they are there."""
+        """Device memory of the buffers, when allocated."""
         sizes = [block.num_bytes for block in self._blocks.values()]
         return num_buffers(len(sizes)) * max(sizes, default=0)
 
     @property
     def device_bytes(self):
-        """The same, now."""
+        """Device memory of the buffers now."""
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
     @property
     def host_bytes(self):
-        """Bytes of the weights that are in host memory."""
+        """Bytes of the offloaded weights."""
         return sum(host_copy.nbytes for block in self._blocks.values() for host_copy in block.host_copies)
 
     @property
     def weights(self):
-        """{id of a weight: it}"""
+        """{id of a weight: the weight}."""
         return {id(weight): weight for block in self._blocks.values() for weight in block.weights}
 
     def time_waits(self, mark):
-        """From now on, know when weights are waited for. mark(): now, in the order of the device's work. Returns a
-        list, which gets the pairs of marks."""
+        """Record from now on when the device waits for weights. mark(): the current time, in the order of the device's
+        work. Returns a list that receives pairs of marks."""
         self._mark, self._waits = mark, []
         return self._waits
 
     def add(self, index, weights, host_copies=None):
-        """Have these weights of a block come from host memory. Blocks are added in order. host_copies: their values
-        there; None: where their values are now."""
+        """Offload these weights of a block. Blocks are added in order. host_copies: their values in system RAM; None:
+        their current storage."""
         self._blocks[index] = OffloadedBlock(list(weights), host_copies or [weight.data for weight in weights])
 
     def replace(self, weight, host_copy):
-        """Give a weight another value, in host memory."""
+        """Set a weight to another value, in system RAM."""
         self.drop()
         for block in self._blocks.values():
             for number, own in enumerate(block.weights):
@@ -141,7 +141,7 @@ class OffloadedBlocks:
                     block.host_copies[number] = weight.data = host_copy
 
     def drop(self):
-        """Let go of the buffers: the weights are what they are in host memory. The next forward makes others."""
+        """Free the buffers; the weights become their host copies. The next forward allocates buffers again."""
         self._copies.drain()
         for block in self._blocks.values():
             block.views = []
@@ -150,7 +150,7 @@ class OffloadedBlocks:
         self._buffers = []
 
     def restore(self):
-        """Have the buffers again."""
+        """Allocate the buffers again."""
         if self._buffers:
             return
         sizes = [block.num_bytes for block in self._blocks.values()]
@@ -165,14 +165,15 @@ class OffloadedBlocks:
                 start += aligned(host_copy.nbytes)
 
     def copy_by(self, is_pageable, sharing=None):
-        """How weights come from now on. is_pageable: CopyThread's. sharing: a Sharing; None: this rank brings all."""
+        """Configure copies from now on. is_pageable: of CopyThread. sharing: a CooperativeLoad; None: this rank copies
+        everything."""
         self._copies.is_pageable, self._sharing = is_pageable, sharing
 
-    # --- what the hooks ask ---
+    # --- called by the hooks ---
 
     def begin(self, blocks, num_forwards=1):
-        """Forwards of these blocks begin, which take turns after each. Where one before has failed, it is
-        forgotten."""
+        """Forwards of these blocks begin, interleaved after each block. State of an earlier forward that failed is
+        discarded."""
         self.restore()
         self._order, self._num_forwards = [index for index in self._blocks if index in blocks], num_forwards
         for buffer in self._buffers:
@@ -180,17 +181,16 @@ class OffloadedBlocks:
             has_failed = buffer.arriving is not None and buffer.arriving.done() and buffer.arriving.exception()
             if has_failed or (buffer.is_part and self._sharing is None):
                 buffer.holds = buffer.arriving = None
-            # also of what is here in whole: another rank may have run other commands before, and lack it
+            # even if all shards are here: another rank may have run other commands before, and lack them
             buffer.needs_exchange = self._sharing is not None
         self._fetch_from(0)
 
     def enter(self, index):
-        """A forward is about to run a block: wait until its weights are here. Raises CopyError where they do not
-        come."""
+        """Called before a forward runs a block: wait for its weights. Raises CopyError if the copy failed."""
         if index not in self._blocks:
             return
         buffer = self._buffers[self._blocks[index].buffer]
-        if buffer.holds != index:                              # not foreseen: blocks before it were passed by
+        if buffer.holds != index:                              # not prefetched: blocks before it were skipped
             self._fetch(buffer, index)
         buffer.is_used = True
         if buffer.arriving is not None or buffer.needs_exchange:
@@ -208,15 +208,15 @@ class OffloadedBlocks:
             buffer.holds = None
             raise CopyError(
                 f"Queue the prompt again, which starts other workers: the weights of block {index} could not be copied "
-                f"from host memory to {self._device} ({type(error).__name__}: {error}). If that fails too, close "
-                f"programs that use host memory, or set weights_memory of xDiT Parallel Config to a larger number of "
-                f"GB, so that less is copied.") from error
+                f"from system RAM to {self._device} ({type(error).__name__}: {error}). If that fails too, close "
+                f"programs that use system RAM, or set weights_memory in xDiT Parallel Config to more GB, so that less "
+                f"is copied.") from error
         finally:
             buffer.arriving = None
 
     def _exchange(self, buffer, block):
-        """Have the parts of the other ranks here, in the order of the device's work: no block runs before, nor is the
-        next one copied into this buffer."""
+        """All-gather the other ranks' shards, in the order of the device's work: neither the block runs before, nor is
+        the next one copied into this buffer."""
         num_ranks, part_bytes = self._sharing.num_ranks, self._part_bytes(block)
         if part_bytes:
             self._sharing.exchange(buffer.memory[:num_ranks * part_bytes].view(num_ranks, part_bytes))
@@ -224,7 +224,7 @@ class OffloadedBlocks:
         buffer.is_part = buffer.needs_exchange = False
 
     def leave(self, index):
-        """A forward has run a block. After the last one its buffer is the next block's."""
+        """Called after a forward has run a block. After the last forward its buffer is free for the next block."""
         if index not in self._blocks:
             return
         buffer = self._buffers[self._blocks[index].buffer]
@@ -234,8 +234,8 @@ class OffloadedBlocks:
             self._fetch_from(self._order.index(index) + 1)
 
     def _fetch_from(self, position):
-        """Have every buffer that is not used get the block that needs it next; after the last block comes the first
-        one of the next step."""
+        """Fetch into every unused buffer the block that needs it next; the last block is followed by the first one of
+        the next step."""
         unused = {number for number, buffer in enumerate(self._buffers) if not buffer.is_used}
         for index in self._order[position:] + self._order[:position]:
             number = self._blocks[index].buffer
@@ -251,12 +251,12 @@ class OffloadedBlocks:
         self.copied_bytes += sum(source.nbytes for source, _ in pairs)
 
     def _part_bytes(self, block):
-        """Of each rank's part of a block."""
+        """Bytes of each rank's shard of a block."""
         return block.num_bytes // self._sharing.num_ranks // ALIGNMENT * ALIGNMENT
 
     def _pairs(self, block):
-        """[(host memory, its place in the buffer)] of what this rank copies of a block: its part, and what is left at
-        the end. A weight with gaps, which has no bytes in a row, is copied in whole by all."""
+        """[(host memory, its view of the buffer)] that this rank copies of a block: its shard, and the remainder at the
+        end. A weight with gaps, whose bytes are not contiguous, is copied in full by all."""
         pairs = [(_flat(host_copy), _flat(view)) if _is_dense(host_copy) else (host_copy, view)
                  for host_copy, view in zip(block.host_copies, block.views)]
         if self._sharing is None:
@@ -267,9 +267,9 @@ class OffloadedBlocks:
         for source, target in pairs:
             if _is_dense(source):
                 source, target = source.view(torch.uint8), target.view(torch.uint8)
-                pieces = [slice(max(0, begin - start), max(0, end - start))
+                ranges = [slice(max(0, begin - start), max(0, end - start))
                           for begin, end in ((first, first + part_bytes), (shared, block.num_bytes))]
-                own += [(source[piece], target[piece]) for piece in pieces if source[piece].numel()]
+                own += [(source[range_], target[range_]) for range_ in ranges if source[range_].numel()]
             else:
                 own.append((source, target))
             start += aligned(source.nbytes)
@@ -277,21 +277,21 @@ class OffloadedBlocks:
 
 
 def aligned(num_bytes, alignment=ALIGNMENT):
-    """Where the next weight begins, after one with so many bytes."""
+    """Offset of the next weight after one of this many bytes."""
     return -(-num_bytes // alignment) * alignment
 
 
 def _is_dense(tensor):
-    """Does it fill its part of memory without gaps, whatever the order of its dims?"""
+    """Whether it fills its memory without gaps, in any order of dims."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) == tensor.numel()
 
 
 def view_of(memory, like):
-    """Memory as a tensor; in the order of dims of another, where that leaves no gaps."""
+    """Memory as a tensor, with the strides of `like` if those leave no gaps."""
     flat = memory.view(like.dtype)
     return flat.as_strided(like.shape, like.stride()) if _is_dense(like) else flat.view(like.shape)
 
 
 def _flat(tensor):
-    """A tensor without gaps as it lies in memory: pieces of it are then in one piece."""
+    """A tensor without gaps, flattened in memory order, so that slices of it are contiguous."""
     return tensor.as_strided((tensor.numel(),), (1,))

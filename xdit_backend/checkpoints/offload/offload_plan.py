@@ -1,6 +1,5 @@
-"""Which weights of a model a rank's device holds, and which come from host memory. Asked by the loader on each rank,
-and by the host beforehand: both have the model on the meta device.
-"""
+"""The choice of resident and offloaded weights on a rank. The loader on each rank and the host compute it from the
+model on the meta device."""
 
 import dataclasses
 
@@ -10,22 +9,22 @@ from ...partition import level_of, unet_blocks
 from ...planner.offload_cost import plan_offload
 from ...protocol.shared_memory import DTYPES
 from ..quantisation.quantised_weights import packed_weights
-from ..tensor_sharding import block_sizes, held, splits_of, tensor_bytes
+from ..tensor_sharding import block_sizes, splits_of, storage_dtypes, tensor_bytes
 from .block_offload import aligned
 
-SMALL = 1 / 1024               # of its block: such a weight stays, since a copy takes longer to ask for than to make
+SMALL = 1 / 1024               # of its block: smaller weights stay resident: launching a copy takes longer than it
 
 
 def offload_plan(model, family, spec, budget_bytes, blocks=None):
-    """The OffloadPlan of a rank, as plan_weights has it."""
+    """The OffloadPlan of a rank, as in plan_weights."""
     return plan_weights(model, family, spec, budget_bytes, blocks)[0]
 
 
 def plan_weights(model, family, spec, budget_bytes, blocks=None):
-    """(the OffloadPlan of a rank, {name of a weight that comes from host memory: its block}).
+    """(OffloadPlan of a rank, {name of an offloaded weight: its block}).
 
-    model: on the meta device, as it is held. A U-Net's blocks are those of partition.unet_blocks. budget_bytes: of the
-    device, that weights may take. blocks: of this rank; None: all.
+    model: on the meta device, as stored. A U-Net's blocks are those of partition.unet_blocks. budget_bytes: device
+    memory for weights. blocks: of this rank; None: all.
     """
     movable, extra_bytes = _by_block(model, family, spec, blocks)
     costs = _costs(model, family)
@@ -35,7 +34,7 @@ def plan_weights(model, family, spec, budget_bytes, blocks=None):
 
 
 def with_host_bytes(spec, checkpoint, model):
-    """The spec with ModelSpec.host_bytes. With stages each rank has its own part in any case."""
+    """The spec with ModelSpec.host_bytes set. With stages each rank has weights of its own in any case."""
     if not spec.weights_memory or spec.stages is not None:
         return spec
     names = plan_weights(model, checkpoint.family, spec, spec.weights_memory)[1]
@@ -43,22 +42,22 @@ def with_host_bytes(spec, checkpoint, model):
 
 
 def unmapped_bytes(checkpoint, model, spec, names):
-    """Bytes of weights of these names that the file has otherwise than a rank holds them: host memory needs a place for
-    them. model: as in plan_weights."""
+    """Bytes of these weights that are stored differently from the file and thus need system RAM of their own. model: as
+    in plan_weights."""
     packed = packed_weights(checkpoint, model, spec.quantisation)
     types = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
              "F8_E5M2": "float8_e5m2"}
     of_file = {name: torch.empty(shape, dtype=DTYPES[types.get(checkpoint.dtypes[name], "float32")], device="meta")
                for name, shape in checkpoint.shapes.items()}
     converted, splits = checkpoint.under_diffusers_names(of_file), splits_of(model, checkpoint.family, spec)
-    places, total = {tensor.untyped_storage()._cdata for tensor in of_file.values()}, 0
+    storages, total = {tensor.untyped_storage()._cdata for tensor in of_file.values()}, 0
 
     def is_map(name, dtype):
         if name in packed:
             return packed[name].is_in_file and len(packed[name].runs) == 1
         own = converted.get(name)
-        return own is not None and own.dtype == dtype and own.untyped_storage()._cdata in places
-    for name, tensor, dtype in held(model, checkpoint.family, spec):
+        return own is not None and own.dtype == dtype and own.untyped_storage()._cdata in storages
+    for name, tensor, dtype in storage_dtypes(model, checkpoint.family, spec):
         if name in names and not is_map(name, dtype):
             share = splits[name].share(spec.tensor_degree) if name in splits else 1
             total += aligned(round(tensor.numel() * dtype.itemsize * share))
@@ -66,7 +65,7 @@ def unmapped_bytes(checkpoint, model, spec, names):
 
 
 def _costs(model, family):
-    """What computing each block takes, relative: its weights meet all tokens of the image, or pixels."""
+    """Relative compute of each block: its weights times tokens of the image, or pixels."""
     if not family.is_unet:
         return [size * share for size, share in block_sizes(model, family)]
     num_levels = family.plan.num_levels(model.config)
@@ -75,7 +74,7 @@ def _costs(model, family):
 
 
 def _tensors(model, family, spec):
-    """[(name, number of its block, bytes)] of all weights; None: it stays on the device in any case."""
+    """[(name, number of its block, bytes)] of all weights; None: always resident."""
     tensors = tensor_bytes(model, family, spec)
     if not family.is_unet:
         return [(name, None if name.startswith(family.plan.shared_parameters) else block, size) for name, block,
@@ -91,7 +90,7 @@ def _tensors(model, family, spec):
 
 
 def _by_block(model, family, spec, blocks):
-    """({block: {name of a weight: its bytes}}, bytes of what stays on the device in any case)."""
+    """({block: {name of a weight: its bytes}}, bytes of weights that are always resident)."""
     found, extra_bytes = {}, 0
     for name, block, size in _tensors(model, family, spec):
         if block is not None and blocks is not None and block not in blocks:

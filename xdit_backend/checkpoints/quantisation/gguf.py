@@ -1,7 +1,7 @@
-"""GGUF files: what their headers say, and the bytes of their tensors. Used by checkpoint.py and the loader.
+"""GGUF files: headers and tensors.
 
-The layout is that of ggml's docs/gguf.md, versions 2 and 3, little-endian; names and shapes as ComfyUI-GGUF's converter
-writes them.
+The layout is that of ggml's docs/gguf.md, versions 2 and 3, little-endian; names and shapes as written by
+ComfyUI-GGUF's converter.
 """
 
 import math
@@ -30,21 +30,21 @@ MAGIC = b"GGUF"
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64, "I64": torch.int64,
          "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
 PACKED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
-# Types that are unpacked when they are read: with numpy, which a layer at a time would hold every step up.
+# Types unpacked when they are read: numpy does it, which at use would delay every step.
 UNPACKED = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0")
 QUANTISED = PACKED + UNPACKED
-ORIGINAL = "comfy.gguf.orig_shape."        # metadata: a tensor's shape, where the file has it in another
-# GGUF's types of metadata
+ORIGINAL = "comfy.gguf.orig_shape."        # metadata key of a tensor's original shape, if stored in another
+# GGUF's metadata types -> struct format
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-MAX_VALUES = 2 * MAX_TENSORS               # of metadata: a shape a tensor, and others
+MAX_VALUES = 2 * MAX_TENSORS               # of metadata: a shape per tensor, and others
 READ_BYTES = 2 ** 20
 
 
 def read_gguf(path):
-    """({name: (type, shape)}, {name: (first byte, shape as stored)}, what its metadata says in words) of a file.
+    """({name: (type, shape)}, {name: (first byte, stored shape)}, {key: text} of its metadata) of a file.
 
-    Raises CheckpointError for what is not a whole one.
+    Raises CheckpointError if the file is invalid or incomplete.
     """
     name, size = os.path.basename(path), os.path.getsize(path)
     names = type_names()
@@ -62,14 +62,13 @@ def read_gguf(path):
         shape = tuple(reversed(dims))
         original = metadata.get(ORIGINAL + key, shape)
         if shape and shape[-1] % block_of(type_)[0] or math.prod(original) != math.prod(shape):
-            raise CheckpointError(f"Download {name} again: it has {key} of shape {list(shape)} in "
-                                  f"{type_}{f' for {list(original)}' * (original != shape)}, which does not go "
-                                  "together.")
+            raise CheckpointError(f"Download {name} again: {key} has the shape {list(shape)} in "
+                                  f"{type_}{f' for {list(original)}' * (original != shape)}, which do not match.")
         tensors[key], stored[key] = (type_, original), (start + offset, shape)
         ends.append((start + offset, start + offset + row_bytes(type_, math.prod(shape)), key))
     for (_, stop, key), (first, _, following) in zip(sorted(ends), sorted(ends)[1:]):
         if first < stop:
-            raise CheckpointError(f"Download {name} again: it has {following} start at byte {first:,}, within {key}.")
+            raise CheckpointError(f"Download {name} again: {following} starts at byte {first:,}, within {key}.")
     if ends and max(ends)[1] > size:
         raise CheckpointError(f"Download {name} again, it is cut short: its header promises {max(ends)[1]:,} bytes "
                               f"and the file has {size:,}.")
@@ -77,8 +76,8 @@ def read_gguf(path):
 
 
 def read_tensors(checkpoint, wanted):
-    """{name: tensor} of a GGUF file, maps of it; quantised ones are (rows, bytes of a row) uint8. What is not
-    wanted(name) is on the meta device."""
+    """{name: tensor} of a GGUF file, as regions of its memory map; quantised ones are uint8 (rows, bytes of a row).
+    Tensors that are not wanted(name) are on the meta device."""
     path, = checkpoint.files
     memory = torch.frombuffer(map_memory(path), dtype=torch.uint8)
     tensors = {}
@@ -92,7 +91,7 @@ def read_tensors(checkpoint, wanted):
 
 
 def dequantised(blocks, type_, dtype=torch.float32):
-    """The numbers of rows of blocks (rows, bytes) uint8, as (rows, columns) of `dtype`, rounded once."""
+    """Dequantised rows of blocks: uint8 (rows, bytes) -> (rows, columns) of `dtype`, rounded once."""
     if type_ in UNPACKED:
         import gguf
         kind = gguf.GGMLQuantizationType[type_]
@@ -101,13 +100,13 @@ def dequantised(blocks, type_, dtype=torch.float32):
 
 
 def row_bytes(type_, count):
-    """Bytes of so many numbers."""
+    """Bytes of this many elements."""
     numbers, num_bytes = block_of(type_)
     return count // numbers * num_bytes
 
 
 def block_of(type_):
-    """(numbers, bytes) of a block of a type."""
+    """(elements, bytes) of a block of a type."""
     import gguf
     return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]]
 
@@ -117,28 +116,28 @@ def type_names():
     try:
         import gguf
     except ImportError as error:
-        raise CheckpointError("GGUF files need the package gguf, which this Python does not have. Install with: "
-                              "python -m pip install -r requirements.txt (in the folder of the xDiT nodes, with "
-                              "ComfyUI's Python), and restart ComfyUI.") from error
+        raise CheckpointError("Install the package gguf, which GGUF files need: python -m pip install -r "
+                              "requirements.txt (in the folder of the xDiT nodes, with ComfyUI's Python), and restart "
+                              "ComfyUI.") from error
     return {type_.value: type_.name for type_ in gguf.GGMLQuantizationType}
 
 
 class _Reader:
-    """Reads a header's numbers and strings, and no further than a header or the file can be long."""
+    """Reads numbers and strings of a header, within the limits of a header and of the file."""
 
     def __init__(self, file, size):
         self._file, self._limit, self._raw = file, min(size, MAX_GGUF_HEADER_BYTES), bytearray()
-        self.num_bytes, self.place = size, 0                   # of the file; of what comes next
+        self.num_bytes, self.position = size, 0                # of the file; of the next byte
         self._num_strings = 0
 
     def bytes(self, count):
-        start, self.place = self.place, self.place + count
-        if self.place > self._limit:
-            raise ValueError(f"it ends {self.place - self._limit:,} bytes too early, or is longer than "
+        start, self.position = self.position, self.position + count
+        if self.position > self._limit:
+            raise ValueError(f"it ends {self.position - self._limit:,} bytes too early, or is longer than "
                              f"{MAX_GGUF_HEADER_BYTES:,} bytes")
-        if self.place > len(self._raw):
-            self._raw += self._file.read(max(self.place - len(self._raw), READ_BYTES))
-        return self._raw[start:self.place]
+        if self.position > len(self._raw):
+            self._raw += self._file.read(max(self.position - len(self._raw), READ_BYTES))
+        return self._raw[start:self.position]
 
     def numbers(self, kind, count=1):
         return struct.unpack(f"<{count}{kind}", self.bytes(count * struct.calcsize(f"<{kind}")))
@@ -158,8 +157,8 @@ class _Reader:
         return name
 
     def value(self, key):
-        """A value of the metadata. Of a list, the numbers where they are a tensor's shape, else None: nothing else that
-        is read is in a list."""
+        """A value of the metadata. For lists: the numbers of a tensor's shape, otherwise None, since nothing else in
+        lists is used."""
         type_ = self._type()
         if type_ == ARRAY:
             type_, count = self._type(), self.number("Q")
@@ -193,15 +192,15 @@ class _Reader:
         self._num_strings += count
         if self._num_strings > MAX_STRINGS:
             raise ValueError(f"it has {self._num_strings:,} texts in lists, and at most {MAX_STRINGS:,} are read")
-        place, length_at = self.place, struct.Struct("<Q").unpack_from
+        position, length_at = self.position, struct.Struct("<Q").unpack_from
         for _ in range(count):
-            if place + 8 > len(self._raw):
-                self.place = place
+            if position + 8 > len(self._raw):
+                self.position = position
                 self.bytes(8)
-            place += 8 + length_at(self._raw, place)[0]
-            if place > self._limit:
+            position += 8 + length_at(self._raw, position)[0]
+            if position > self._limit:
                 break
-        self.place = place
+        self.position = position
         self.bytes(0)
 
 
@@ -230,7 +229,7 @@ def _parse(reader):
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 1 <= alignment <= READ_BYTES:
         raise ValueError(f"its alignment is {alignment}")
-    return metadata, infos, -(-reader.place // alignment) * alignment
+    return metadata, infos, -(-reader.position // alignment) * alignment
 
 
 def _info(key, reader):

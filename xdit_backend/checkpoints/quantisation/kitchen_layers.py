@@ -1,9 +1,5 @@
-"""The numbers of layers in ComfyUI's quantised formats, and products with them, by the package comfy-kitchen, as
-ComfyUI's own layers compute them (comfy.ops.mixed_precision_ops).
-
-Called by layerwise_casting.py in every forward, by tensor_reader.py where a weight is unpacked once, and by
-checkpoint.py.
-"""
+"""Dequantisation of layers in ComfyUI's formats, and matrix multiplications with them, by the package comfy-kitchen, as
+in ComfyUI's own layers (comfy.ops.mixed_precision_ops)."""
 
 import dataclasses
 import importlib.util
@@ -18,46 +14,45 @@ from ...protocol.op_registration import operator
 from ...protocol.shared_memory import DTYPES, dtype_name
 from .layer_formats import FORMATS, Layer
 
-WITHOUT = ("float8_e4m3fn", "float8_e5m2")                     # which are unpacked where the package is not installed
+WITHOUT = ("float8_e4m3fn", "float8_e5m2")                     # formats that can be unpacked without the package
 LAYOUTS = {"float8_e4m3fn": "TensorCoreFP8Layout", "float8_e5m2": "TensorCoreFP8Layout",
            "nvfp4": "TensorCoreNVFP4Layout", "mxfp8": "TensorCoreMXFP8Layout",
            "int8_tensorwise": "TensorWiseINT8Layout", "convrot_w4a4": "TensorCoreConvRotW4A4Layout"}
-ROWS = 2048                                                    # whose sums are in memory at once, in 32 bits
-COMPUTED = (torch.float32, torch.float16, torch.bfloat16)      # types that the package's functions take
+ROWS = 2048                                                    # rows of int32 sums in memory at once
+COMPUTED = (torch.float32, torch.float16, torch.bfloat16)      # dtypes that the package's functions support
 
 
 def is_installed():
-    """Is comfy-kitchen installed?"""
+    """Whether comfy-kitchen is installed."""
     return importlib.util.find_spec("comfy_kitchen") is not None
 
 
 def check(layers, file_name):
-    """Raise CheckpointError where these layers need the package and it is not installed, or is too old."""
+    """Raise CheckpointError if these layers need the package and it is not installed, or too old."""
     needs = sorted({layer.format for layer in layers} - set(WITHOUT))
     if not needs:
         return
     if "mxfp8" in needs and not hasattr(torch, "float8_e8m0fnu"):
-        raise CheckpointError(f"Use the bf16, fp8 or GGUF file of the same model: {file_name} holds weights in "
-                              f"mxfp8, for which PyTorch 2.7 or newer is needed, and this is {torch.__version__}.")
+        raise CheckpointError(f"Use the bf16, fp8 or GGUF file of the same model: {file_name} has weights in "
+                              f"mxfp8, which need PyTorch 2.7 or newer, and this is {torch.__version__}.")
     if is_installed():
         import comfy_kitchen.tensor
         needs = [format_ for format_ in needs if not hasattr(comfy_kitchen.tensor, LAYOUTS[format_])]
     if needs:
-        raise CheckpointError(f"{file_name} holds weights in {' and '.join(needs)}, for which the package "
-                              f"comfy-kitchen is needed, in the version of ComfyUI's requirements. Install with: "
-                              f"python -m pip install -U comfy-kitchen (with ComfyUI's Python), and restart ComfyUI; "
-                              f"or use the bf16, fp8 or GGUF file of the same model.")
+        raise CheckpointError(f"Install or update comfy-kitchen: python -m pip install -U comfy-kitchen (with ComfyUI"
+                              f"'s Python), and restart ComfyUI; or use the bf16, fp8 or GGUF file of the same model: "
+                              f"{file_name} has weights in {' and '.join(needs)}, which need this package in the "
+                              f"version of ComfyUI's requirements.")
 
 
 def has_kernels():
-    """Does comfy-kitchen compute with CUDA kernels of its own? They need CUDA 13, and a device."""
+    """Whether comfy-kitchen's CUDA kernels can run. They need CUDA 13 and a device."""
     return (torch.version.cuda is not None and int(torch.version.cuda.partition(".")[0]) >= 13
             and torch.cuda.is_available())
 
 
 def choose_backends():
-    """Have comfy-kitchen compute with what ComfyUI has it compute with: its CUDA kernels where it has them, and those
-    in Triton are off."""
+    """Select comfy-kitchen's backends as ComfyUI does: CUDA kernels if available, and none in Triton."""
     import comfy_kitchen
     if not has_kernels():
         comfy_kitchen.disable_backend("cuda")
@@ -65,21 +60,21 @@ def choose_backends():
 
 
 def multiplies(layer, device):
-    """Is the layer multiplied in its own type on this device, with inputs that are rounded to it? As
+    """Whether the layer is multiplied in its own format on this device, with rounded inputs, as
     comfy.ops.pick_operations decides."""
     return is_installed() and (layer.rounds_inputs or not layer.exact and has_products(layer, device))
 
 
 def has_products(layer, device):
-    """Has the device products of the layer's type, and this PyTorch too?"""
+    """Whether the device and this PyTorch support matrix multiplications in the layer's format."""
     return device.type == "cuda" and _is_multiplied(layer.format, torch.cuda.get_device_capability(device))
 
 
 def products_on(module, capabilities):
-    """(may devices unpack the weight of an nn.Linear that is held packed, may they multiply it as it is?) Both, where
-    they are unlike or not known.
+    """(whether devices may unpack the weight of a packed nn.Linear, whether they may multiply it as stored). Both are
+    True if devices differ or are unknown.
 
-    capabilities: of each device, (0, 0) of what is no CUDA card; None: not known. module: of
+    capabilities: of each device, (0, 0) if it is not a CUDA device; None: unknown. module: after
     quantised_weights.set_packed_parameters.
     """
     if module.rounds_inputs:
@@ -97,8 +92,8 @@ def _is_multiplied(format_, capability):
 
 
 def in_tiles(layer, auxiliary):
-    """{what it is: tensor} beside some rows of a layer's weight, with scales of blocks in the order in which products
-    read them: in tiles, which are filled up. The same where the layer has none."""
+    """{auxiliary tensor: values} of some rows of a layer's weight, with block scales in the order in which kernels read
+    them: in padded tiles. Unchanged if the layer has no blocks."""
     if not layer.how.block:
         return auxiliary
     from comfy_kitchen.float_utils import to_blocked
@@ -106,34 +101,36 @@ def in_tiles(layer, auxiliary):
 
 
 def without_names(layer):
-    """The Layer without what tells it from others that are held alike: their blocks then have one graph."""
+    """The Layer without its shape and tensor names, so that blocks with layers of equal format share a compiled
+    graph."""
     return dataclasses.replace(layer, shape=(0, 0), auxiliary=dict.fromkeys(layer.auxiliary, ""))
 
 
 def unpacked(layer, weight, auxiliary, dtype):
-    """The numbers of rows of a layer's weight, in `dtype`. beside: {what it is: tensor} of these rows, in tiles."""
-    if torch.compiler.is_compiling():                          # which knows no tensors of comfy-kitchen's
-        return unpacked_weight(*_told(layer, auxiliary), weight, dtype_name(dtype))
+    """Values of rows of a layer's weight in `dtype`. auxiliary: {auxiliary tensor: values} of these rows, in tiles."""
+    if torch.compiler.is_compiling():                          # comfy-kitchen's tensors cannot be traced
+        return unpacked_weight(*_encoded(layer, auxiliary), weight, dtype_name(dtype))
     within = dtype if dtype in COMPUTED else torch.float32
     return quantised_tensor(layer, weight, auxiliary, within).dequantize().to(dtype)
 
 
 def product(layer, weight, auxiliary, tensor, bias, inputs=None):
-    """F.linear of a tensor and the weight, with inputs that are rounded. inputs: these, of `rounded_inputs`, where they
-    are known. Others: as of `unpacked`."""
+    """F.linear of a tensor and the weight, with rounded inputs. inputs: from `rounded_inputs`, if known. Others: as in
+    `unpacked`."""
     if torch.compiler.is_compiling():
-        return rounded_product(*_told(layer, auxiliary), weight, tensor, bias)
+        return rounded_product(*_encoded(layer, auxiliary), weight, tensor, bias)
     within = _within(tensor)
     if inputs is None:
         inputs = _rows(tensor) if layer.rounds_inputs else rounded_inputs(layer, auxiliary, tensor)
-    held = quantised_tensor(layer, weight, auxiliary, within)
-    result = F.linear(inputs, held, None if bias is None else bias.to(within))
+    quantised = quantised_tensor(layer, weight, auxiliary, within)
+    result = F.linear(inputs, quantised, None if bias is None else bias.to(within))
     return result.view(*tensor.shape[:-1], len(weight)).to(tensor.dtype)
 
 
 def rounded_inputs(layer, auxiliary, tensor):
-    """Inputs in the type of a layer whose products do not round them by themselves, as comfy-kitchen's tensor.
-    beside: as of `unpacked`; without input_scale float8 takes 1, and nvfp4 that of the largest of these numbers."""
+    """Inputs in the format of a layer whose matrix multiplication does not round them itself, as comfy-kitchen's
+    tensor. auxiliary: as in `unpacked`; without input_scale float8 uses 1, and nvfp4 the scale of the inputs'
+    maximum."""
     import comfy_kitchen
     from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
     name, rows, scale = LAYOUTS[layer.format], _rows(tensor), auxiliary.get("input_scale")
@@ -148,10 +145,10 @@ def rounded_inputs(layer, auxiliary, tensor):
 
 
 def agreed_scale(tensor, agree):
-    """The input_scale of nvfp4 that is of the inputs of all ranks, each of which calls this, also with no tokens.
-    Tokens that are no numbers, which stand in where a rank has none, do not count.
+    """The input_scale of nvfp4 for the inputs of all ranks. A collective: every rank calls this, also without tokens.
+    NaN tokens, the placeholders of a rank without tokens, do not count.
 
-    agree(the largest of this rank's numbers, as one number) -> of those of all ranks.
+    agree(maximum of this rank, one element) -> maximum of all ranks.
     """
     from comfy_kitchen.float_utils import F4_E2M1_MAX, F8_E4M3_MAX
     rows = _rows(tensor)
@@ -161,7 +158,7 @@ def agreed_scale(tensor, agree):
 
 
 def _within(tensor):
-    """The type in which products of these inputs are computed."""
+    """The dtype in which products of these inputs are computed."""
     return tensor.dtype if tensor.dtype in COMPUTED else torch.float32
 
 
@@ -170,8 +167,7 @@ def _rows(tensor):
 
 
 def rotation(size, device):
-    """{type of inputs: the matrix (size, size) by which ConvRot rotates so many of a row's numbers}; it is exact in
-    each."""
+    """{dtype of inputs: the matrix (size, size) by which ConvRot rotates this many columns}; it is exact in each."""
     layer = Layer("int8_tensorwise", (size, size), {"weight_scale": ""}, size, size)
     scale = {"weight_scale": torch.ones(size, 1, device=device)}
     matrix = unpacked(layer, torch.eye(size, dtype=torch.int8, device=device), scale, torch.float32)
@@ -179,11 +175,11 @@ def rotation(size, device):
 
 
 def shared_product(layer, weight, auxiliary, tensor, bias, agree, rotations=None):
-    """`product` of the columns of an int8 weight, and of as many of each token's inputs, that a rank has. Inputs are
-    rounded as if by one rank that had all of them.
+    """`product` of a rank's columns of an int8 weight with its columns of the inputs, rounded as if one rank had all of
+    them.
 
-    agree(the largest number of each of this rank's rows) -> of the rows of all ranks, each of which calls it.
-    rotations: of `rotation`, where the layer is rotated: in groups of columns, which no rank has a part of.
+    agree(maximum of each of this rank's rows) -> maximum over the rows of all ranks, each of which calls it. rotations:
+    from `rotation`, if the layer is rotated: in groups of columns, which are not split among ranks.
     """
     rows = _rows(tensor)
     if layer.rotated:
@@ -196,26 +192,26 @@ def shared_product(layer, weight, auxiliary, tensor, bias, agree, rotations=None
 
 
 def _scaled_product(weight, weight_scale, rows, scale):
-    """The product of int8 weights and of inputs that are rounded to int8. weight_scale: (1 or rows of the weight, 1),
-    scale: (rows, 1), float32."""
+    """The product of int8 weights and inputs rounded to int8. weight_scale: (1 or rows of the weight, 1), scale: (rows,
+    1), float32."""
     import comfy_kitchen
     result, weight_scale = rows.new_empty(len(rows), len(weight)), weight_scale.view(1, -1)
     for start in range(0, len(rows), ROWS):
-        piece, of_piece = rows[start:start + ROWS], scale[start:start + ROWS]
-        steps = of_piece.to(piece.dtype)
+        chunk, chunk_scale = rows[start:start + ROWS], scale[start:start + ROWS]
+        steps = chunk_scale.to(chunk.dtype)
         steps = torch.where(steps == 0, torch.finfo(steps.dtype).tiny, steps)
-        levels = (piece / steps).round_().clamp_(-128, 127).to(torch.int8)
-        result[start:start + ROWS] = comfy_kitchen.mm_int8(levels, weight.T).float() * (of_piece * weight_scale)
+        levels = (chunk / steps).round_().clamp_(-128, 127).to(torch.int8)
+        result[start:start + ROWS] = comfy_kitchen.mm_int8(levels, weight.T).float() * (chunk_scale * weight_scale)
     return result
 
 
 def quantised_tensor(layer, weight, auxiliary, dtype):
-    """comfy-kitchen's tensor of a weight, whose numbers are of `dtype`."""
+    """comfy-kitchen's tensor of a weight, with values of `dtype`."""
     from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
     name, scale = LAYOUTS[layer.format], auxiliary.get("weight_scale")
     shape = len(weight), weight.shape[1] * layer.how.numbers
     options = {}
-    if scale is None:                                          # of a weight that was rounded to float8 as it is
+    if scale is None:                                          # a weight that was rounded to float8 without a scale
         scale = torch.ones((), device=weight.device)
     elif layer.format == "nvfp4":
         options, scale = {"block_scale": scale.view(torch.float8_e4m3fn)}, auxiliary["weight_scale_2"].view(())
@@ -232,37 +228,38 @@ def quantised_tensor(layer, weight, auxiliary, dtype):
                                                                        **options))
 
 
-# --- operators of compiled blocks: torch.compile looks into none of comfy-kitchen's tensors ---
+# --- custom ops for compiled blocks: torch.compile cannot trace comfy-kitchen's tensors ---
 
-def _told(layer, auxiliary):
-    """(a Layer and what stands beside its weight in words, these tensors), as operators take them."""
+def _encoded(layer, auxiliary):
+    """(text that encodes a Layer and the names of its auxiliary tensors, these tensors), as arguments of a custom
+    op."""
     return " ".join((layer.format, str(layer.rotated), layer.linear_dtype, *auxiliary)), list(auxiliary.values())
 
 
-def _heard(how, auxiliary):
+def _decoded(how, auxiliary):
     format_, rotated, linear_dtype, *names = how.split()
-    given = dict(zip(names, auxiliary, strict=True))
-    return Layer(format_, (0, 0), dict.fromkeys(given, ""), 0, int(rotated), linear_dtype=linear_dtype), given
+    tensors = dict(zip(names, auxiliary, strict=True))
+    return Layer(format_, (0, 0), dict.fromkeys(tensors, ""), 0, int(rotated), linear_dtype=linear_dtype), tensors
 
 
 @operator
 def unpacked_weight(how: str, auxiliary: list[Tensor], weight: Tensor, dtype: str) -> Tensor:
-    """`unpacked`. how, beside: of _told."""
-    layer, given = _heard(how, auxiliary)
-    return unpacked(layer, weight, given, DTYPES[dtype]).contiguous()
+    """`unpacked` as a custom op. how, auxiliary: from _encoded."""
+    layer, tensors = _decoded(how, auxiliary)
+    return unpacked(layer, weight, tensors, DTYPES[dtype]).contiguous()
 
 
 @unpacked_weight.register_fake
 def _(how, auxiliary, weight, dtype):
-    columns = weight.shape[1] * _heard(how, auxiliary)[0].how.numbers
+    columns = weight.shape[1] * _decoded(how, auxiliary)[0].how.numbers
     return weight.new_empty(weight.shape[0], columns, dtype=DTYPES[dtype])
 
 
 @operator
 def rounded_product(how: str, auxiliary: list[Tensor], weight: Tensor, tensor: Tensor, bias: Tensor | None) -> Tensor:
-    """`product`. how, beside: of _told."""
-    layer, given = _heard(how, auxiliary)
-    return product(layer, weight, given, tensor, bias).contiguous()
+    """`product` as a custom op. how, auxiliary: from _encoded."""
+    layer, tensors = _decoded(how, auxiliary)
+    return product(layer, weight, tensors, tensor, bias).contiguous()
 
 
 @rounded_product.register_fake
@@ -272,7 +269,7 @@ def _(how, auxiliary, weight, tensor, bias):
 
 @operator
 def scaled_product(weight: Tensor, weight_scale: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
-    """`_scaled_product`."""
+    """`_scaled_product` as a custom op."""
     return _scaled_product(weight, weight_scale, rows, scale)
 
 

@@ -1,9 +1,8 @@
-"""Layers that ComfyUI's files hold quantised: in which format, and which tensors beside a weight belong to it. Used by
-checkpoint.py; what a rank holds of them is said in quantised_weights.py.
+"""Formats of quantised layers in ComfyUI's files, and the auxiliary tensors of each weight.
 
-The older mark is a tensor `scaled_fp8`, with `scale_weight` beside each scaled weight; the newer is JSON for each
-layer, in a tensor `comfy_quant` or in the metadata. ComfyUI's comfy.utils.convert_old_quants, comfy.quant_ops and
-comfy.ops say so.
+The older marker is a tensor `scaled_fp8`, with `scale_weight` next to each scaled weight; the newer is JSON for each
+layer, in a tensor `comfy_quant` or in the metadata. Sources: ComfyUI's comfy.utils.convert_old_quants, comfy.quant_ops
+and comfy.ops.
 """
 
 import contextlib
@@ -18,19 +17,19 @@ from ..header_limits import MAX_HEADER_BYTES, MAX_LAYER_BYTES, MAX_LAYER_VALUES
 from ..safetensors_header import MAX_VALUES
 
 FRACTIONS = ("F32", "F16", "BF16")
-TILE = 128, 4                              # rows and columns of the tiles in which a file has the scales of blocks
+TILE = 128, 4                              # rows and columns of the tiles that store block scales in a file
 
 
 @dataclass(frozen=True)
 class Format:
-    """A format of ComfyUI's (comfy.quant_ops.QUANT_ALGOS).
+    """A ComfyUI format (comfy.quant_ops.QUANT_ALGOS).
 
-    stored: the header's types of the weight. held: its type on a rank. numbers: in a column as stored. block: so many
-    columns share a scale; 0: a row, or the matrix, has one. scales: {a tensor that belongs to it: its header's types}.
-    more: further tensors that may be there. rounds_inputs: do its products round each token's inputs, on any device, by
-    the largest of them? agreed: of which inputs the largest number is that ranks can agree on which have some of them:
-    those of "each" token, or, where the file has no input_scale, of "all" tokens. capability: of CUDA cards, from which
-    on they round inputs too; None: none do.
+    stored: safetensors types of the weight. `held`: its torch dtype on a rank. numbers: elements per stored column.
+    block: columns that share a scale; 0: a scale per row, or per matrix. scales: {auxiliary tensor: its safetensors
+    types}. more: optional auxiliary tensors. rounds_inputs: whether matrix multiplications round each token's inputs by
+    their maximum, on any device. agreed: inputs whose maximum ranks that have only some of them can agree on: those of
+    "each" token, or, if the file has no input_scale, of "all" tokens. capability: CUDA compute capability from which
+    inputs are rounded too; None: never.
     """
 
     stored: tuple[str, ...]
@@ -54,33 +53,33 @@ FORMATS = {
     "int8_tensorwise": Format(("I8",), torch.int8, rounds_inputs=True, agreed="each"),
     "convrot_w4a4": Format(("I8", "U8"), torch.uint8, numbers=2, rounds_inputs=True)}
 
-ATTENTION_CONFIG = ".comfy_attention.config"   # ends the name of such a tensor: see attention_configs
-FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}       # type of a header -> format
-BESIDE = {"weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "comfy_quant", "scale_weight",
-          "scale_input"}
+ATTENTION_CONFIG = ".comfy_attention.config"                            # suffix, see attention_configs
+FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}       # safetensors type -> format
+AUXILIARY = {"weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "comfy_quant", "scale_weight",
+             "scale_input"}
 SCALES = {"weight_scale", "weight_scale_2", "pre_quant_scale", "scale_weight"}
-IN_PARAMS = "convrot", "convrot_groupsize", "linear_dtype"     # what may be said one level lower
+IN_PARAMS = "convrot", "convrot_groupsize", "linear_dtype"     # options that may be nested in "params"
 OLD_NAMES = {"weight_scale": "scale_weight", "input_scale": "scale_input"}
-ROTATIONS = (4, 16, 64, 256, 1024)         # columns that ConvRot may rotate together
-W4A4_COLUMNS = 64                          # its products take as many at a time
-# ends of names -> whose quantisation has them, which xDiT does not read
+ROTATIONS = (4, 16, 64, 256, 1024)         # group sizes of ConvRot's rotation, in columns
+W4A4_COLUMNS = 64                          # columns of a block in its matrix multiplications
+# suffixes of tensor names -> unsupported quantisation methods that use them
 UNKNOWN = {".weight_scale_inv": "scales of tiles", ".absmax": "bitsandbytes", ".quant_map": "bitsandbytes",
            ".qzeros": "GPTQ or AWQ", ".qweight": "GPTQ or AWQ"}
-# tensors beside a .qweight -> whose it is: nunchaku's, which has modulations in AWQ
+# tensors next to a .qweight -> nunchaku's method, with AWQ for modulations
 NUNCHAKU = {"smooth_factor": "SVDQuant", "proj_down": "SVDQuant", "lora_down": "SVDQuant", "smooth": "SVDQuant",
             "wzeros": "AWQ"}
-NOT_COMFYUI = ("whose 4-bit numbers lie in the order that nunchaku's kernels read. ComfyUI's own loader does not read "
-               "them, so there is no picture to agree with; nunchaku's nodes run such a file, on one GPU")
+NOT_COMFYUI = ("whose 4-bit numbers are in the order that nunchaku's kernels read. ComfyUI's own loader does not read "
+               "them either, so xDiT has no reference to match; nunchaku's nodes run such a file, on one GPU")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """How a file holds the weight of one layer.
+    """The quantised weight of one layer in a file.
 
-    shape: of the matrix. beside: {what a tensor is, such as "weight_scale": its name in the file}. num_scales: of the
-    rows: 1 or as many as there are; 0: blocks have them, or there are none. rotated: so many columns are rotated
-    together, by ConvRot; 0: none. exact: are products to be those of the unpacked weight, on any device? ComfyUI does
-    not heed this of formats that round inputs everywhere. linear_dtype: convrot_w4a4's.
+    shape: of the matrix. auxiliary: {auxiliary tensor, such as "weight_scale": its name in the file}. num_scales: of
+    the rows: 1 or the number of rows; 0: scales of blocks, or none. rotated: columns that ConvRot rotates together; 0:
+    none. exact: whether matrix multiplications use the unpacked weight on any device, which ComfyUI ignores for formats
+    that round inputs everywhere. linear_dtype: of convrot_w4a4.
     """
 
     format: str
@@ -98,33 +97,33 @@ class Layer:
 
     @property
     def type(self):
-        """What a Checkpoint says of its weight: a header's type, where the numbers and scales of rows are all there is;
-        else the format."""
+        """The type of the weight in Checkpoint.dtypes: a safetensors type if there are only numbers and scales of rows,
+        otherwise the format."""
         return self.how.stored[0] if self.format in FLOAT8.values() else self.format
 
     @property
     def stored_shape(self):
-        """Of the weight in the file."""
+        """Shape of the weight in the file."""
         return self.shape[0], self.shape[1] // self.how.numbers
 
     @property
     def block(self):
-        """(numbers, columns as stored) that cannot be cut apart."""
+        """(elements, stored columns) of a block that cannot be split."""
         size = max(self.how.block, self.rotated, W4A4_COLUMNS if self.format == "convrot_w4a4" else 0, 1)
         return size, size // self.how.numbers
 
     @property
     def rounds_inputs(self):
-        """Do its products round each token's inputs, on any device?"""
+        """Whether matrix multiplications round each token's inputs, on any device."""
         return self.how.rounds_inputs
 
     @property
     def agreed(self):
-        """Of "each" token's inputs, or of "all" inputs, ranks are to agree on the largest number; "": of none."""
+        """Ranks agree on the maximum of "each" token's inputs, or of "all" inputs; "": of none."""
         return "" if self.how.agreed == "all" and "input_scale" in self.auxiliary else self.how.agreed
 
     def auxiliary_as_stored(self, num_rows):
-        """{what it is: (shape, dtype)} of what a rank that has so many of the rows holds beside them."""
+        """{auxiliary tensor: (shape, dtype)} on a rank with this many of the rows."""
         shapes = {"weight_scale": ((num_rows if self.num_scales > 1 else 1, 1), torch.float32),
                   "weight_scale_2": ((1, 1), torch.float32), "input_scale": ((1, 1), torch.float32),
                   "pre_quant_scale": ((self.shape[1],), torch.float32)}
@@ -133,35 +132,36 @@ class Layer:
         return {name: shapes[name] for name in self.auxiliary}
 
     def weight(self, tensor):
-        """The weight as a rank holds it: the file's bytes."""
+        """The weight as stored on a rank: the file's bytes."""
         return tensor.view(self.how.held)
 
     def by_rows(self, tensors):
-        """{what it is: tensor} of the file, as held of all rows: scales of blocks without the order of their tiles."""
-        held = {}
+        """{auxiliary tensor: values} for all rows in the form stored on a rank: block scales without the tiled order of
+        the file."""
+        stored = {}
         for name, (shape, dtype) in self.auxiliary_as_stored(self.shape[0]).items():
             if dtype == torch.uint8:
                 from comfy_kitchen.float_utils import from_blocked
-                held[name] = from_blocked(tensors[name].view(dtype), *shape).contiguous()
+                stored[name] = from_blocked(tensors[name].view(dtype), *shape).contiguous()
             else:
-                held[name] = tensors[name].to(dtype).reshape(shape)
-        return held
+                stored[name] = tensors[name].to(dtype).reshape(shape)
+        return stored
 
 
 def layers_of(shapes, dtypes, metadata, read, file_name, prefix=""):
-    """({name of a weight: Layer}, names that are no weights of the model). read(name) -> bytes of a tensor.
+    """({name of a weight: Layer}, names of auxiliary tensors). read(name) -> bytes of a tensor.
 
-    prefix: of the names that the metadata says. Raises CheckpointError for other quantisations, and for layers that are
-    not whole, by name.
+    prefix: of names in the metadata. Raises CheckpointError, with the tensor's name, for other quantisation methods and
+    for incomplete layers.
     """
     for name in shapes:
         for end, whose in UNKNOWN.items():
             if name.endswith(end):
                 whose = _nunchakus(name.removesuffix(end), shapes) or whose
                 raise _refusal(file_name, f"is quantised in a way that xDiT does not read ({name}: {whose})")
-    auxiliary = {name for name in shapes if name.rpartition(".")[2] in BESIDE} | ({"scaled_fp8"} & shapes.keys())
+    auxiliary = {name for name in shapes if name.rpartition(".")[2] in AUXILIARY} | ({"scaled_fp8"} & shapes.keys())
     auxiliary |= attention_configs(shapes)
-    # without the mark, or beside the newer metadata, ComfyUI leaves such scales out
+    # without the marker, or together with the newer metadata, ComfyUI ignores such scales
     is_marked = "scaled_fp8" in shapes and "_quantization_metadata" not in metadata
     said = {name.removesuffix(".scale_weight"): {
                 "format": FLOAT8.get(dtypes.get(_weight(name)), "float8_e4m3fn"),
@@ -174,35 +174,36 @@ def layers_of(shapes, dtypes, metadata, read, file_name, prefix=""):
                     raise ValueError(f"it has more than {MAX_LAYER_BYTES:,} bytes")
                 said[name.removesuffix(".comfy_quant")] = _options(parse_json(read(name), MAX_LAYER_BYTES,
                                                                               MAX_LAYER_VALUES))
-        name = "its metadata"                                  # which is heeded where both say something
+        name = "its metadata"                                  # which takes precedence
         layers = parse_json(metadata.get("_quantization_metadata", "{}").encode(), MAX_HEADER_BYTES,
                             MAX_VALUES).get("layers", {})
         said |= {layer.removeprefix(prefix): _options(options) for layer, options in layers.items()
-                 if layer.startswith(prefix)}                  # the others are of text encoders
+                 if layer.startswith(prefix)}                  # others belong to text encoders
     except (ValueError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"Download {file_name} again: what it says of its quantisation cannot be read "
+        raise CheckpointError(f"Download {file_name} again: its quantisation metadata cannot be read "
                               f"({name}: {error}).") from error
     found = {f"{layer}.weight": _layer(layer, options, shapes, dtypes, file_name) for layer, options in said.items()}
     lost = sorted(name for name in auxiliary if name.rpartition(".")[2] in SCALES and _weight(name) not in found)
     if lost:
-        raise _refusal(file_name, f"has a scale {lost[0]}, and does not say for what format")
+        raise _refusal(file_name, f"has a scale {lost[0]} without a format")
     return found, auxiliary
 
 
 def attention_configs(names):
-    """Tensors by which a file names the attention backend of a module, for versions of ComfyUI that read them. xDiT
-    attends by the setting of xDiT Parallel Config, so that they are no weights of the model."""
+    """Names of tensors by which a file selects the attention backend of a module, for versions of ComfyUI that read
+    them. xDiT uses the setting of xDiT Parallel Config, so these are not weights of the model."""
     return {name for name in names if name.endswith(ATTENTION_CONFIG)}
 
 
 def _nunchakus(layer, shapes):
-    """Whose a layer's `qweight` is, where that is nunchaku's, and why it is not read; "" of another's."""
+    """The nunchaku method of a layer's `qweight` and the reason why it is not read; "" for other methods."""
     whose = next((whose for name, whose in NUNCHAKU.items() if f"{layer}.{name}" in shapes), "")
     return whose and f"{whose}, {NOT_COMFYUI}"
 
 
 def _options(said):
-    """What is said of a layer, with what ConvRot's older files say one level lower: of that ComfyUI reads no more."""
+    """The options of a layer, including those that older ConvRot files nest in "params". ComfyUI reads no others from
+    there."""
     more = said.get("params", {})
     return ({name: more[name] for name in IN_PARAMS if name in more} if isinstance(more, dict) else {}) | said
 
@@ -241,36 +242,36 @@ def _layer(layer, options, shapes, dtypes, file_name):
 
 
 def _rotated(layer, format_, options, shape, file_name):
-    """Of how many columns ConvRot rotates together; 0: it does not."""
+    """Columns that ConvRot rotates together; 0: no rotation."""
     if format_ != "convrot_w4a4" and not (format_ == "int8_tensorwise" and options.get("convrot", False)):
         return 0
     size = options.get("convrot_groupsize", 256)
     with contextlib.suppress(TypeError, ValueError, OverflowError):
-        size = int(size)                                       # ComfyUI takes 64.0 and "64" for 64
+        size = int(size)                                       # ComfyUI accepts 64.0 and "64" for 64
     if size not in ROTATIONS or shape[1] % size or format_ == "convrot_w4a4" and shape[1] % W4A4_COLUMNS:
         raise _refusal(file_name, f"says that ConvRot rotates {shown(size)} columns of {layer}.weight together, which "
                                   f"has {shape[1]}. They must be {', '.join(map(str, ROTATIONS))}, and go into them")
     return size
 
 
-def _check_scale(name, how, shape, names, given, file_name):
-    """Refuse a scale of another shape or type than the format has. shape: of the matrix. names: of the scale and the
-    weight in the file. given: (the scale's shape, its type)."""
+def _check_scale(name, how, shape, names, found, file_name):
+    """Reject a scale whose shape or type differs from the format's. shape: of the matrix. names: of the scale and the
+    weight in the file. found: (the scale's shape, its type)."""
     rows, columns = shape
     needs = (), (1,), (1, 1)
-    words, types = "one number", how.scales.get(name, FRACTIONS)
+    needed, types = "one number", how.scales.get(name, FRACTIONS)
     if name == "pre_quant_scale":
-        needs, words = ((columns,),), f"{columns} numbers"
+        needs, needed = ((columns,),), f"{columns} numbers"
     elif name == "weight_scale" and how.block:
         padded = [-(-size // tile) * tile for size, tile in zip((rows, columns // how.block), TILE)]
-        needs, words = (tuple(padded), (math.prod(padded),)), f"{padded[0]} x {padded[1]}"
+        needs, needed = (tuple(padded), (math.prod(padded),)), f"{padded[0]} x {padded[1]}"
     elif name == "weight_scale":
-        needs, words = (*needs, (rows, 1)), "one number, or one for each row"
+        needs, needed = (*needs, (rows, 1)), "one number, or one for each row"
         if how.rounds_inputs:
             needs = *needs, (rows,)
-    if given[0] not in needs or given[1] not in types:
-        raise _refusal(file_name, f"has a scale {names[0]} of {given[1]} and shape {list(given[0])} for {names[1]} of "
-                                  f"shape {list(shape)}, and xDiT reads {words}, of {' or '.join(types)}")
+    if found[0] not in needs or found[1] not in types:
+        raise _refusal(file_name, f"has a scale {names[0]} of {found[1]} and shape {list(found[0])} for {names[1]} of "
+                                  f"shape {list(shape)}, and xDiT reads {needed}, of {' or '.join(types)}")
 
 
 def _weight(name):

@@ -1,8 +1,5 @@
-"""Weights that are held otherwise than a model computes, such as in float8, or quantised: cast where they are used, as
-ComfyUI does it.
-
-Placed by the loader on each rank, before the hooks.
-"""
+"""Layerwise casting: weights stored in another type than the model computes in, such as float8, or quantised, are cast
+at use, as in ComfyUI. The loader installs it on each rank, before the hooks."""
 
 import functools
 import weakref
@@ -17,15 +14,15 @@ from .quantised_weights import SCALED, unpacked
 
 
 class Casts:
-    """The weights of a model in the type it computes in, made where they are used, and some of them kept.
+    """The weights of a model cast to the compute dtype at use, some of them cached.
 
-    A cast lives while its own module runs, and no module casts those of another. PipeFusion runs every module once for
-    each patch: while `keep` holds, casts stay for the patches that follow, from the first module on, as far as there is
-    room. Casting is exact in one direction, and who changes weights drops the casts, so nothing else changes.
+    A cast exists while its own module runs, and no module casts another's weights. PipeFusion runs every module once
+    per patch: after `keep`, casts are cached for the following patches, from the first module on, as far as memory
+    allows. Casting is exact in one direction, and the casts are dropped when weights change, so nothing else changes.
     """
 
     def __init__(self):
-        self._kept, self._spare_bytes = {}, None
+        self._cached, self._spare_bytes = {}, None
 
     @property
     def are_cached(self):
@@ -33,41 +30,41 @@ class Casts:
 
     @property
     def num_bytes(self):
-        """Bytes of the casts that are kept."""
-        return sum(cast.nbytes for _, cast in self._kept.values())
+        """Bytes of the cached casts."""
+        return sum(cast.nbytes for _, cast in self._cached.values())
 
     def keep(self, spare_bytes):
-        """From now on, keep casts of so many bytes; until `drop`."""
+        """From now on, cache casts of up to spare_bytes; until `drop`."""
         self._spare_bytes = spare_bytes
 
     def drop(self):
-        """Keep none any more."""
-        self._kept, self._spare_bytes = {}, None
+        """Empty the cache and stop caching."""
+        self._cached, self._spare_bytes = {}, None
 
     def of(self, parameter, dtype, cast_to=torch.Tensor.to):
-        """The parameter in this type. cast_to(parameter, dtype) makes it."""
-        if torch.compiler.is_compiling():                      # a graph is of every block's
+        """The parameter in this dtype. cast_to(parameter, dtype) makes it."""
+        if torch.compiler.is_compiling():                      # one graph serves all blocks
             return cast_to(parameter, dtype)
         key = id(parameter), dtype
-        if key in self._kept:
-            return self._kept[key][1]
+        if key in self._cached:
+            return self._cached[key][1]
         cast = cast_to(parameter, dtype)
         if self.are_cached and cast.nbytes <= self._spare_bytes and cast is not parameter:
-            self._kept[key] = parameter, cast                  # the parameter, so that its id stays its own
+            self._cached[key] = parameter, cast                # the parameter, so that its id is not reused
             self._spare_bytes -= cast.nbytes
         return cast
 
 
 class RoundedInputs:
-    """The inputs that layers of a model rounded last, for the next layer that has the same and rounds them alike: of an
-    attention's queries, keys and values. Kept no longer than the inputs live."""
+    """The most recently rounded inputs, reused by the next layer with the same inputs and rounding, such as an
+    attention's queries, keys and values. Freed together with the inputs."""
 
     def __init__(self):
         self._inputs, self._how, self._rounded, self._users = None, None, None, set()
 
     def of(self, user, tensor, how, rounded):
-        """`rounded()` of a tensor. user: the layer; each asks once for the same inputs. how: what tells how they are
-        rounded."""
+        """`rounded()` of a tensor. user: the layer, which calls this once for the same inputs. how: identifies the
+        rounding."""
         if self._inputs is None or self._inputs() is not tensor or self._how != how or user in self._users:
             self._rounded, self._how, self._users = rounded(), how, set()
             self._inputs = weakref.ref(tensor, self._let_go)
@@ -80,13 +77,13 @@ class RoundedInputs:
 
 
 def cast_at_use(model, dtype, casts, fast=False):
-    """Let every module compute in `dtype` with parameters that are held in other types, and go on holding them so.
+    """Make every module compute in `dtype` while its parameters stay stored in other types.
 
-    casts: the model's Casts. What the hooks evaluate once a step is cast once. fast: multiply an nn.Linear that is held
-    in float8_e4m3fn as it is, with inputs that are rounded to that, where the device can.
+    casts: the model's Casts. Layers that the hooks evaluate once per step are cast once. fast: multiply an nn.Linear
+    stored in float8_e4m3fn without casting, with inputs rounded to float8, if the device supports it.
     """
     inputs = RoundedInputs()
-    wide = getattr(model, "wide_modules", ())                  # which are given float32, and compute in it
+    wide = getattr(model, "wide_modules", ())                  # their inputs and computation are float32
     for path, module in model.named_modules():
         names = [name for name, parameter in module.named_parameters(recurse=False) if path not in wide
                  and parameter.is_floating_point() and parameter.dtype != dtype and not parameter.is_meta]
@@ -99,8 +96,8 @@ def cast_at_use(model, dtype, casts, fast=False):
 
 
 def unpack_at_use(model, packed, casts):
-    """Let the nn.Linear whose weights are packed (quantised_weights.packed_weights) unpack them where they are used, or
-    multiply them as they are."""
+    """Make every nn.Linear with packed weights (quantised_weights.packed_weights) unpack them at use, or multiply them
+    in their own format."""
     inputs, rotations = RoundedInputs(), {}
     for name, how in packed.items():
         module = model.get_submodule(name.removesuffix(".weight"))
@@ -115,15 +112,15 @@ def unpack_at_use(model, packed, casts):
 
 
 def add_at_use(linear, up=None, down=None):
-    """Have an nn.Linear whose weight is packed add the product of these to it, wherever it is unpacked;
-    None: no more."""
+    """Make an nn.Linear with a packed weight add the product up @ down to it whenever it is unpacked; None: nothing."""
     linear.register_buffer("weight_up", up, persistent=False)
     linear.register_buffer("weight_down", down, persistent=False)
 
 
 def _in_own_type(module, layer, casts, inputs, rotations=None):
-    """The forward of a layer of ComfyUI's quantised files: multiplied in its own type where the device does so, else
-    unpacked by the forward that it has. inputs: RoundedInputs of the model. rotations: of kitchen_layers.rotation."""
+    """The forward of a quantised layer of a ComfyUI file: multiplied in its own format if the device supports it,
+    otherwise unpacked by its current forward. inputs: RoundedInputs of the model. rotations: from
+    kitchen_layers.rotation."""
     forward, layer = module.forward, kitchen_layers.without_names(layer)
     module.multiplies = kitchen_layers.multiplies(layer, module.weight.device)
     if module.multiplies:
@@ -135,7 +132,7 @@ def _in_own_type(module, layer, casts, inputs, rotations=None):
         smoothing = getattr(module, "pre_quant_scale", None)
         if smoothing is not None:
             tensor = tensor * smoothing.to(tensor.dtype)
-        # changed, in plain numbers
+        # a changed weight, in plain numbers
         if not module.multiplies or module.weight.dtype.itemsize > 1:
             return forward(tensor)
         if tensor.numel() == 0:
@@ -146,33 +143,33 @@ def _in_own_type(module, layer, casts, inputs, rotations=None):
         if up is None:
             return result
         narrow = F.linear(tensor, module.weight_down.to(tensor.dtype)).flatten(0, -2)
-        # in its place: what is wide as a feed-forward would be there three times
+        # in place, since a feed-forward's wide output would otherwise exist three times
         result.view(-1, result.shape[-1]).addmm_(narrow, up.to(tensor.dtype).T)
         return result
     return linear
 
 
 class _Products:
-    """Products of a layer's weight in its own type. Of its module: `agree`, where ranks are to agree on what inputs are
-    rounded by (parallel/amax_sync.py)."""
+    """Matrix multiplications with a layer's weight in its own format. The module's `agree`, if set, agrees on the
+    maximum of inputs among ranks (parallel/amax_sync.py)."""
 
     def __init__(self, module, layer, inputs, rotations):
         self._module, self._layer, self._inputs, self._rotations = module, layer, inputs, rotations
-        self._how = None                                       # what tells how inputs are rounded
+        self._how = None                                       # identifies the rounding of inputs
 
     def of(self, tensor, bias):
         module, layer, agree = self._module, self._layer, getattr(self._module, "agree", None)
         auxiliary = _auxiliary(module, layer)
         if agree is not None and layer.agreed == "each":
             return kitchen_layers.shared_product(layer, module.weight, auxiliary, tensor, bias, agree, self._rotations)
-        if torch.compiler.is_compiling():                      # a graph has no memory of other layers
+        if torch.compiler.is_compiling():                      # a graph does not reuse other layers' inputs
             auxiliary = self._with_scale(tensor, auxiliary)
             return kitchen_layers.product(layer, module.weight, auxiliary, tensor, bias)
         known = None if layer.rounds_inputs else self._rounded(tensor, auxiliary)
         return kitchen_layers.product(layer, module.weight, auxiliary, tensor, bias, known)
 
     def pass_by(self, tensor):
-        """Of no tokens: other ranks may have some; in a graph none has (Agreement.suits_graphs)."""
+        """Handle a call without tokens: other ranks may have some; in a graph none has (Agreement.suits_graphs)."""
         if not torch.compiler.is_compiling() and self._agrees:
             self._rounded(tensor, _auxiliary(self._module, self._layer))
 
@@ -186,7 +183,7 @@ class _Products:
         return auxiliary | {"input_scale": kitchen_layers.agreed_scale(tensor, self._module.agree)}
 
     def _rounded(self, tensor, auxiliary):
-        """The tensor as kitchen_layers.rounded_inputs gives it, or as another layer has had it; None of no tokens."""
+        """The result of kitchen_layers.rounded_inputs, or another layer's if it is the same; None without tokens."""
         if self._how is None:
             scale = auxiliary.get("input_scale")
             self._how = self._layer.format, None if scale is None else scale.item()
@@ -202,7 +199,7 @@ def _auxiliary(module, layer):
 
 
 def _unpacking(module, how):
-    """(weight, dtype) -> the numbers of the module's packed weight, with what a LoRA adds to them."""
+    """Function (weight, dtype) -> values of the module's packed weight, with a LoRA's terms added."""
     layer = None if how.layer is None or how.type in SCALED else kitchen_layers.without_names(how.layer)
     type_ = how.type
 
@@ -237,10 +234,10 @@ def _casting(module, names, dtype, casts):
 
     @functools.wraps(forward)
     def casting(*args, **kwargs):
-        held = {name: module._parameters[name] for name in names}
-        module._parameters.update({name: casts.of(parameter, dtype) for name, parameter in held.items()})
+        stored = {name: module._parameters[name] for name in names}
+        module._parameters.update({name: casts.of(parameter, dtype) for name, parameter in stored.items()})
         try:
             return forward(*args, **kwargs)
         finally:
-            module._parameters.update(held)
+            module._parameters.update(stored)
     return casting

@@ -1,8 +1,5 @@
-"""Weights that are quantised when they are loaded: to int8 by torchao, or by comfy-kitchen where that is not installed,
-and to nf4 by bitsandbytes. Their numbers, in tensors of our own layout.
-
-Called by the loader where a weight is on its device, by quantised_weights.py where it is used, and by the host.
-"""
+"""Weights quantised when they are loaded, stored in tensors of our own layout: int8 by torchao or, if that is not
+installed, comfy-kitchen; nf4 by bitsandbytes."""
 
 import importlib
 import importlib.util
@@ -14,27 +11,27 @@ from ...protocol.errors import CheckpointError, ConfigError
 from ...protocol.op_registration import operator
 from ...protocol.shared_memory import DTYPES, dtype_name
 
-TYPES = {"int8": "INT8", "nf4": "NF4"}     # by the names of weight_dtype
-# who makes a type, the first that is installed; no file has these types. ComfyUI brings comfy-kitchen.
+TYPES = {"int8": "INT8", "nf4": "NF4"}     # weight_dtype -> type
+# packages for each type, in order of preference; no file has these types. ComfyUI installs comfy-kitchen.
 PACKAGES = {"INT8": ("torchao", "comfy_kitchen"), "NF4": ("bitsandbytes",)}
-# numbers and bytes of a block of NF4: 32 with two levels each, then their factor in float32
+# (elements, bytes) of a block of NF4: 32 bytes with two levels each, then their scale in float32
 BLOCK = 64, 36
 
 
 def is_installed(type_):
-    """Is a package that makes this type installed?"""
+    """Whether a package for this type is installed."""
     return maker(type_) is not None
 
 
 def maker(type_):
-    """The package that makes this type here; None where none is installed."""
+    """The installed package for this type; None if there is none."""
     return next((name for name in PACKAGES[type_] if importlib.util.find_spec(name) is not None), None)
 
 
 def quantisation_of(weight_dtype, checkpoint):
-    """A key of TYPES where linear layers of a checkpoint are to be quantised when they are loaded, else "".
+    """A key of TYPES if the linear layers of a checkpoint are to be quantised when they are loaded, otherwise "".
 
-    Raises ConfigError where they are quantised already, or the package for it is missing.
+    Raises ConfigError if they are quantised already, or the package is missing.
     """
     if weight_dtype not in TYPES:
         return ""
@@ -49,8 +46,8 @@ def quantisation_of(weight_dtype, checkpoint):
 
 
 def quantised(weight, type_):
-    """(numbers, scales) of a matrix in float32, on its device. INT8: int8 (rows, columns), float32 (rows, 1). NF4:
-    blocks, uint8 (rows, columns / 64 * 36), and no scales."""
+    """(numbers, scales) of a float32 matrix, on its device. INT8: int8 (rows, columns), float32 (rows, 1). NF4: blocks,
+    uint8 (rows, columns / 64 * 36), and no scales."""
     if type_ == "INT8" and maker(type_) == "comfy_kitchen":
         library = _library("comfy_kitchen.tensor", type_)
         numbers, params = library.TensorWiseINT8Layout.quantize(weight, per_channel=True)
@@ -68,16 +65,16 @@ def quantised(weight, type_):
 
 
 def dequantised(blocks, dtype):
-    """The numbers of rows of NF4's blocks, uint8 (rows, bytes), as (rows, columns) of `dtype`."""
-    levels, factors = (piece.contiguous() for piece in blocks.reshape(-1, BLOCK[1]).split(
+    """Dequantised rows of NF4 blocks: uint8 (rows, bytes) -> (rows, columns) of `dtype`."""
+    levels, factors = (part.contiguous() for part in blocks.reshape(-1, BLOCK[1]).split(
         [BLOCK[0] // 2, BLOCK[1] - BLOCK[0] // 2], 1))
     return nf4_numbers(levels, factors, dtype_name(dtype)).view(len(blocks), -1)
 
 
 @operator
 def nf4_numbers(levels: torch.Tensor, factors: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Those of each block, (blocks, numbers), as an operator: compiled blocks and pretended devices look into nothing
-    of bitsandbytes. levels, factors: uint8, contiguous."""
+    """Values of each NF4 block, (blocks, elements). A custom op, since bitsandbytes can neither be traced by
+    torch.compile nor run on fake tensors. levels, factors: uint8, contiguous."""
     library = _library("bitsandbytes.functional", "NF4")
     state = library.QuantState(factors.view(torch.float32).view(-1), torch.Size((len(levels), BLOCK[0])),
                                blocksize=BLOCK[0], quant_type="nf4", dtype=DTYPES[dtype])

@@ -1,9 +1,8 @@
-"""Weights that stay quantised in memory, as the file has them or as they were quantised when loaded: which weights of a
-model these are, and how to dequantise them.
+"""Weights that stay quantised in memory, as in the file or as quantised when loaded: which weights of a model these
+are, and their dequantisation.
 
 Each row of such a matrix is independent: float8 or int8 numbers with a scale, or blocks of GGUF or NF4. A family's
-conversion moves whole rows, so running it on row numbers shows where the bytes and scales of each row go. Used by the
-loader, and by the host to count bytes.
+conversion moves whole rows, so running it on row numbers shows where the bytes and scales of each row go.
 """
 
 from dataclasses import dataclass, field
@@ -14,28 +13,27 @@ from torch import nn
 from . import gguf, quantise_on_load
 from .layer_formats import Layer
 
-# others are blocks, in uint8
+# all other types are blocks, in uint8
 SCALED = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "INT8": torch.int8}
-# that can be quantised when they are loaded
+# types that can be quantised when they are loaded
 NUMBERS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
-# bytes of a number, beside the packed one, while a weight is unpacked to 16 bits: its whole number, what it is
-# multiplied with and what is added (ggml_dequant.py), of NF4 its levels and factors apart; of all others it is made at
-# once
+# temporary bytes per element, in addition to the packed weight, while it is unpacked to 16 bits: integer values, scales
+# and offsets (ggml_dequant.py), and for NF4 its levels and scales as separate tensors; other types are unpacked in one
+# step
 UNPACKING, ELSE = {"Q4_0": 3.125, "Q5_0": 3.125, "IQ4_NL": 3.125, "IQ4_XS": 3.125, "Q4_1": 3.25, "Q5_1": 3.25,
                    "Q3_K": 3.25, "Q4_K": 3.25, "Q5_K": 3.25, "Q6_K": 3.25, "Q2_K": 3.5, "Q8_0": 2.125,
                    "NF4": 2.5625}, 2.0
-WITH_LORA = 6.0                # the same where a LoRA is added, of any type: its number in 32 bits, and rounded
+WITH_LORA = 6.0                # the same with a LoRA, for any type: values in float32, and rounded
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One matrix of a model, as a file holds it, or as it is held when it was quantised.
+    """One quantised matrix of a model, as stored in a file or as quantised when loaded.
 
-    source: name of the file's tensor. runs: the rows of it that these are, (first, last + 1) in order. type: the
-    header's, a format of ComfyUI's, or one of quantise_on_load.PACKAGES. num_columns: in what is held. beside: {buffer
-    of the module: (shape, dtype)} of what is held beside it. layer: how the file says it is held; None where it says
-    nothing.
+    source: name of the file's tensor. runs: its rows in that tensor, (first, last + 1) in order. type: safetensors', a
+    ComfyUI format, or one of quantise_on_load.PACKAGES. num_columns: stored columns. auxiliary: {buffer of the module:
+    (shape, dtype)}. layer: the file's description of the layer; None if there is none.
     """
 
     source: str
@@ -51,19 +49,19 @@ class Packed:
 
     @property
     def is_in_file(self):
-        """Does the file have it so?"""
+        """Whether the file stores it in this type."""
         return self.type not in quantise_on_load.PACKAGES
 
     def take(self, tensor):
-        """These rows of a tensor of the file, a view where they follow one another."""
-        pieces = [tensor[start:stop] for start, stop in self.runs]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        """These rows of a tensor of the file; a view if they are consecutive."""
+        rows = [tensor[start:stop] for start, stop in self.runs]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def take_auxiliary(self, tensors):
-        """{buffer: what it holds} of the tensors beside the file's tensor; None: they are on the meta device.
+        """{buffer: values} from the file's auxiliary tensors; None: the tensors are on the meta device.
 
-        What all rows share is a tensor of its own for each part of a fused weight, since a module's buffers are told
-        apart by what they are.
+        A value common to all rows becomes a separate tensor for each part of a fused weight, since a module's buffers
+        are identified by id.
         """
         if tensors is None:
             return {name: torch.empty(shape, dtype=dtype, device="meta")
@@ -73,20 +71,20 @@ class Packed:
 
     @property
     def block(self):
-        """(numbers, columns as held) that cannot be cut apart; (1, 1) where any can be."""
+        """(elements, stored columns) of a block that cannot be split; (1, 1) if any can."""
         if self.layer is not None:
             return self.layer.block
         return (1, 1) if self.type in SCALED else block_of(self.type)
 
 
 def packed_weights(checkpoint, model, quantisation=""):
-    """{name in the model: Packed} of the weights that are held quantised. model: on the meta device.
+    """{name in the model: Packed} of the weights that stay quantised. model: on the meta device.
 
-    They are those of the model's nn.Linear, each of which has rows of one tensor of the file (what a file has as
-    several, families keep apart: Family.halved); other quantised weights are unpacked when they are read, and so are
-    those of gguf.UNPACKED.
-    quantisation: of quantise_on_load.TYPES, for a file that is not quantised; "": held as the file has them. What the
-    family or diffusers keep in more bits is not quantised, nor is a row that is no whole number of blocks.
+    These are weights of the model's nn.Linear whose rows come from a single tensor of the file (families split layers
+    that a file stores separately: Family.halved). Other quantised weights are unpacked when they are read, as are those
+    of gguf.UNPACKED. quantisation: of quantise_on_load.TYPES, for a file that is not quantised; "": as in the file.
+    Layers that the family or diffusers keep in higher precision are not quantised, nor are rows that are not a whole
+    number of blocks.
     """
     if quantisation:
         type_, exact = quantise_on_load.TYPES[quantisation], {*checkpoint.family.keep_in_compute_dtype,
@@ -123,14 +121,14 @@ def packed_weights(checkpoint, model, quantisation=""):
 
 
 def set_packed_parameters(model, packed):
-    """Give a model on the meta device the parameters that it has with these weights; scales are buffers beside them.
+    """Replace parameters of a model on the meta device by packed ones, with scales as buffers.
 
-    What stores columns in blocks says of how many numbers and bytes: `weight_block`.
+    `weight_block` is (elements, bytes) of a block of stored columns.
     """
     for name, how in packed.items():
         linear = model.get_submodule(name.removesuffix(".weight"))
-        held = how.layer.how.held if how.layer else SCALED.get(how.type, torch.uint8)
-        linear.weight = nn.Parameter(torch.empty(how.num_rows, how.num_columns, dtype=held, device="meta"),
+        dtype = how.layer.how.held if how.layer else SCALED.get(how.type, torch.uint8)
+        linear.weight = nn.Parameter(torch.empty(how.num_rows, how.num_columns, dtype=dtype, device="meta"),
                                      requires_grad=False)
         linear.weight_block = how.block
         linear.unpacking = UNPACKING.get(how.type, ELSE)
@@ -143,19 +141,19 @@ def set_packed_parameters(model, packed):
 
 
 def block_of(type_):
-    """(numbers, bytes) of a block of a type."""
+    """(elements, bytes) of a block of a type."""
     return quantise_on_load.BLOCK if type_ == "NF4" else gguf.block_of(type_)
 
 
 def unpacked(tensor, type_, scale, dtype):
-    """The numbers of a quantised tensor, in `dtype`, rounded once."""
+    """The values of a quantised tensor in `dtype`, rounded once."""
     if type_ == "NF4":
         return quantise_on_load.dequantised(tensor, dtype)
     if type_ not in SCALED:
         return gguf.dequantised(tensor, type_, dtype)
     if scale is None:
         return tensor.to(dtype)
-    if tensor.dtype == torch.int8:                             # multiplied as they are; float8 numbers are not
+    if tensor.dtype == torch.int8:                             # torch multiplies int8 directly, but not float8
         scale = scale.to(torch.promote_types(dtype, scale.dtype))
         return torch.mul(tensor, scale, out=torch.empty(tensor.shape, dtype=dtype, device=tensor.device))
     numbers = tensor.to(dtype)
@@ -163,7 +161,7 @@ def unpacked(tensor, type_, scale, dtype):
 
 
 def _packed(checkpoint, source, runs, type_):
-    """The Packed of rows of a tensor of the file. type_: to which it is quantised; None: it is as it is."""
+    """The Packed of rows of a tensor of the file. type_: to quantise to; None: as stored."""
     columns, rows = checkpoint.shapes[source][1], sum(stop - start for start, stop in runs)
     if type_ is None and source in checkpoint.layers:
         layer = checkpoint.layers[source]

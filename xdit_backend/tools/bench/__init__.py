@@ -1,1 +1,1 @@
-"""What python -m xdit_backend bench runs: a command a file, and what they share."""
+"""The commands of python -m xdit_backend bench, one per file, and their shared code."""

@@ -1,4 +1,4 @@
-"""Others to compare with, in processes of their own. Used by methods and vae."""
+"""Baselines to compare with, in processes of their own."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from ...host.torchrun import ROOT
 
 
 class Peer:
-    """A module of this folder, run with a job, that does one step for each line it gets and prints its seconds."""
+    """A module of this package, run with a job, that does one step per input line and prints its seconds."""
 
     def __init__(self, module, job, threads):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads),
@@ -21,7 +21,7 @@ class Peer:
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True)
 
     def step(self, line="step"):
-        """Seconds of one step. Raises RuntimeError, with its last error, when it has ended."""
+        """Seconds of one step. Raises RuntimeError with the process's last error if it has exited."""
         try:
             self._process.stdin.write(f"{line}\n")
             self._process.stdin.flush()

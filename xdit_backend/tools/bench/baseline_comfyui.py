@@ -1,6 +1,6 @@
-"""ComfyUI's own VAE Decode, whole or tiled, in a process of its own: one decode for each line on stdin. Run by vae.
+"""Baseline for bench vae: ComfyUI's VAE Decode, full or tiled, in its own process, with one decode per line on stdin.
 
-The one file of the backend that imports ComfyUI: nothing of it runs in ComfyUI or in a worker.
+The only file of the backend that imports ComfyUI; none of it runs in ComfyUI or in a worker.
 """
 
 import json
@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 
 def main(job):
-    """Lines: {"latent": file, "tile": pixels or None, "picture": file}. Prints the seconds of each."""
+    """Read lines {"latent": file, "tile": pixels or None, "image": file} and print the seconds of each decode."""
     sys.path[:] = [job["comfyui"], *(path for path in sys.path if path)]
     sys.argv = [sys.argv[0], *([] if job["cuda"] else ["--cpu"])]
     import comfy.options

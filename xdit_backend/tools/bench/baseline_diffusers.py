@@ -1,5 +1,5 @@
-"""diffusers' own context parallelism on the bench's model: two processes, one step for each line on stdin.
-Run by methods."""
+"""Baseline for bench methods: diffusers' context parallelism on the same model, in two processes, with one step per
+line on stdin."""
 
 import json
 import multiprocessing
@@ -16,7 +16,7 @@ from .synthetic_model import Setting, calls
 
 
 def run(rank, job, store):
-    """One of the two ranks. Rank 0 takes the lines, and prints the seconds of each step."""
+    """One of the two ranks. Rank 0 reads the lines and prints the seconds of each step."""
     from diffusers import ContextParallelConfig, FluxTransformer2DModel
 
     torch.set_grad_enabled(False)
@@ -47,7 +47,7 @@ def run(rank, job, store):
 
 
 def _enable(model, parallel):
-    """Switch context parallelism on; where there is no accelerator, diffusers divides by their number, 0."""
+    """Enable context parallelism. Without an accelerator diffusers would divide by their number, 0."""
     accelerator = torch.accelerator
     count, accelerator.device_count = accelerator.device_count, lambda: 1
     try:

@@ -1,8 +1,8 @@
-"""Tell how well the cost model predicts published runs: errors of seconds and memory, and of the layout it would
+"""Measure how well the cost model predicts published runs: errors of time and memory, and of the layout that it would
 choose.
 
-The model's constants are fitted on the rows that a probe of each machine would measure: one device, one row for each
-collective and group size, and the smallest job. All others are predicted.
+The model's constants are fitted on rows that a probe of each machine would measure: one device, one row per collective
+and group size, and the smallest job. All others are predicted.
 """
 
 import csv
@@ -17,10 +17,10 @@ from ...planner.memory_model import MemorySettings, rank_memory
 from ...planner.run_time import run_seconds
 from ...protocol.errors import ConfigError
 from .published_runs import (
-    CARDS,
     COLLECTIVES,
+    GPUS,
+    MODELS,
     NEAR,
-    NETS,
     RELATIVES,
     TRAFFIC,
     collective_of,
@@ -30,16 +30,16 @@ from .published_runs import (
     read_rows,
 )
 
-MEMORY_COLUMNS = ("model", "tokens", "number", "gb")               # without which a table says nothing
+MEMORY_COLUMNS = ("model", "tokens", "number", "gb")               # required columns
 COLUMNS = ("model", "tokens", "steps", "gpu", "number", "seconds")
 GROUP_SIZES = (2, 4, 8, 16)
-HIDDEN = {"NVLink": 0.75, "PCIe": 0.5}     # of a hop beside attention: over PCIe it goes through the host's memory
+HIDDEN = {"NVLink": 0.75, "PCIe": 0.5}     # fraction of a hop that overlaps attention; PCIe goes through system RAM
 
 
-# --- what a probe would measure ---
+# --- measurements of a probe ---
 
 def probe_rows(rows):
-    """The rows to fit on: a probe measures one device, each collective in each group size, and what launching costs."""
+    """The rows to fit on: a probe measures one device, each collective at each group size, and launch times."""
     order = sorted((row for row in rows if row.degrees and not row.held_out),
                    key=lambda row: (row.job.compiled, abs(row.job.tokens - 16384), row.name))
     chosen, seen, smallest = [], set(), {}
@@ -57,7 +57,7 @@ def probe_rows(rows):
     return chosen + [row for row in smallest.values() if row not in chosen]
 
 
-# --- constants, their usual values and how far they may be from them, as logarithms ---
+# --- constants: typical values and prior standard deviations of their logarithms ---
 
 USUAL = {"half_rows": (300, 0.5), "kernel_bytes": (60, 0.5), "kernel_bytes compiled": (0.5, 0.5),
          "block_launch_s": (1.3e-3, 0.5),
@@ -71,7 +71,8 @@ RATES = {"NVLink": {"all_to_all": 60, "hop": 80, "all_reduce": 40, "gather": 80}
 
 
 def usual_constants(rows, probed):
-    """{constant: (its usual value, its spread as a logarithm)}. A constant is a name and what it is of."""
+    """{constant: (typical value, standard deviation of its logarithm)}. A constant is a tuple of a name and what it
+    applies to."""
     constants: dict[tuple, tuple] = {(name,): value for name, value in USUAL.items()}
     for link, rates in RATES.items():
         constants |= {(collective, link): (rate, 0.2) for collective, rate in rates.items()}
@@ -80,7 +81,7 @@ def usual_constants(rows, probed):
         constants[("attention share", row.gpu)] = (0.5, 0.25)
         family = RELATIVES.get(row.model, row.model)
         traffic = TRAFFIC.get(family, 0) / TRAFFIC["pixart-alpha"]
-        constants[("kernels", family)] = (traffic or min(1.5, NETS[family].kernels), 1.0)
+        constants[("kernels", family)] = (traffic or min(1.5, MODELS[family].kernels), 1.0)
         constants[("host", row.machine)] = (1.0, 0.6)
     for row in probed:
         measured = collective_of(row)
@@ -98,8 +99,8 @@ def link_of(row):
 
 
 def machine_of(row, values):
-    """(Device, Links) of a row's machine, for the family it runs and the way it is compiled."""
-    matrix, memory = CARDS[row.gpu]
+    """(Device, Links) of a row's machine, for its model family, compiled or not."""
+    matrix, memory = GPUS[row.gpu]
     host, compiled = values[("host", row.machine)], row.job.compiled
     others = host * (values[("other launches compiled",)] if compiled else 1)
     device = Device(
@@ -127,7 +128,7 @@ def machine_of(row, values):
 def predict(row, values):
     device, links = machine_of(row, values)
     job = replace(row.job, fixed_s=row.job.fixed_s * values[("video_s",) if row.job.frames > 1 else ("image_s",)])
-    dims = NETS[row.model]
+    dims = MODELS[row.model]
 
     def seconds(degrees):
         return sum(run_seconds(dims, job, degrees, device, links).values())
@@ -140,7 +141,7 @@ def predict(row, values):
 
 
 def fit(rows):
-    """{constant: value} that predicts the probe's rows best, while it stays near the usual values; and those rows."""
+    """{constant: value} that best predicts the probe's rows while staying near the typical values; and those rows."""
     import numpy
     from scipy.optimize import least_squares
     from scipy.sparse import lil_matrix
@@ -155,7 +156,7 @@ def fit(rows):
         return numpy.concatenate([[math.log(predict(row, values) / row.seconds) / 0.06 for row in probed],
                                   (point - start) / placement])
 
-    # Which rows a constant can move: so columns that share no row are tried at once.
+    # sparsity: which rows each constant affects, so that constants with disjoint rows are varied at once
     pattern = lil_matrix((len(probed) + len(names), len(names)), dtype=int)
     for index, name in enumerate(names):
         of = name[-1] if len(name) > 1 else None
@@ -168,8 +169,8 @@ def fit(rows):
 
 
 def score(rows, probed):
-    """({rows that were not fitted: error of their seconds}, {set:
-    times that the layout with the least forecast takes of the best})."""
+    """({row that was not fitted: relative error of its seconds}, {rows of one job: ratio of the time of the layout with
+    the lowest estimate to the best time})."""
     errors = {row: abs(row.predicted / row.seconds - 1) for row in rows if row not in probed}
     sets = {}
     for row in rows:
@@ -184,27 +185,26 @@ def score(rows, probed):
 # --- memory ---
 
 def read_memory_rows(path, left_out=None):
-    """[(model, is one device, gigabytes, memory's formula without what lies beside the transformer)]"""
+    """[(model, is one device, gigabytes, estimate of the transformer's memory)]."""
     return read_lines(path, memory_row_of, [] if left_out is None else left_out)
 
 
 def memory_row_of(line):
     job = Job(int(line["tokens"]), int(line["text_tokens"]), 1, int(line["cfg_branches"]))
     return (line["model"], line["number"] == "1" and line["held_out"] != "1", positive(line["gb"]),
-            rank_memory(NETS[line["model"]], job, degrees_of(line), MemorySettings(exchanged_copies=2)).total / 1e9)
+            rank_memory(MODELS[line["model"]], job, degrees_of(line), MemorySettings(exchanged_copies=2)).total / 1e9)
 
 
 def memory_errors(rows):
-    """{model: [errors]}. What lies beside the transformer, text encoders and VAE,
-    is what one device's row shows of it."""
-    beside = {}
+    """{model: [errors]}. Memory outside the transformer (text encoders, VAE) is taken from one device's row."""
+    others = {}
     for model, is_one, gigabytes, formula in rows:
         if is_one:
-            beside.setdefault(model, []).append(gigabytes - formula)
+            others.setdefault(model, []).append(gigabytes - formula)
     errors = {}
     for model, is_one, gigabytes, formula in rows:
-        if not is_one and model in beside:
-            errors.setdefault(model, []).append(abs((formula + statistics.mean(beside[model])) / gigabytes - 1))
+        if not is_one and model in others:
+            errors.setdefault(model, []).append(abs((formula + statistics.mean(others[model])) / gigabytes - 1))
     return errors
 
 
@@ -212,13 +212,11 @@ def memory_errors(rows):
 
 def add_arguments(parser):
     parser.add_argument("--csv", type=Path, nargs="+", required=True, metavar="FILE",
-                        help="tables of published runs: one row a run, of seconds or (with a column `gb`) of memory a "
+                        help="tables of published runs: one row per run, with seconds or (in a column `gb`) memory per "
                              "rank")
-
-
     parser.add_argument("--hold-out", nargs="+", default=(), metavar="NAME",
-                        help="fit no row of these models, cards, machines or links (NVLink, PCIe), and tell how well "
-                        "they are predicted")
+                        help="fit no rows of these models, GPUs, machines or links (NVLink, PCIe), and report how well "
+                             "they are predicted")
 
 
 def main(options):
@@ -248,17 +246,17 @@ def print_seconds(path, hold_out=()):
         row.predicted = predict(row, values)
     errors, losses = score(rows, set(probed))
     print(f"{path.name}: {len(rows)} rows, of which {len(probed)} were fitted with {len(values)} constants near their "
-          f"usual values; the others are predicted.")
+          f"typical values; the others are predicted.")
     print(f"{'':<20} {'rows':>5} {'median':>7} {'90th':>7} {'sets':>5} {'best or within 5 %':>19} {'mean loss':>10}")
     print_line("all", errors, losses, lambda row: True)
     if any(row.held_out for row in rows):
-        print_line("held out", errors, losses, lambda row: row.held_out)
+        print_line("hold-out", errors, losses, lambda row: row.held_out)
     for of in (lambda row: row.model, lambda row: "link: " + link_of(row)):
         for name in sorted({of(row) for row in rows}):
             print_line(name, errors, losses, lambda row, of=of, name=name: of(row) == name)
-    print("median, 90th: percentiles of the error of the seconds, of rows that were not fitted. sets: runs of one job "
-          "on as many devices\nunder several layouts. loss: what the layout with the least forecast takes longer than "
-          "the best one.")
+    print("median, 90th: percentiles of the relative error of seconds, over rows that were not fitted. sets: runs of "
+          "one job on the\nsame number of devices under several layouts. loss: extra time of the layout with the "
+          "lowest estimate over the best one.")
 
 
 def print_line(name, errors, losses, belongs):
@@ -271,12 +269,12 @@ def print_line(name, errors, losses, belongs):
 
 
 def percentile(errors, share):
-    """As NumPy's, of a list; "" of an empty one."""
+    """As NumPy's, for a list; "" if it is empty."""
     if not errors:
         return ""
-    place = share * (len(errors) - 1)
-    low, ordered = int(place), sorted(errors)
-    return f"{ordered[low] + (place - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low]):.1%}"
+    position = share * (len(errors) - 1)
+    low, ordered = int(position), sorted(errors)
+    return f"{ordered[low] + (position - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low]):.1%}"
 
 
 def print_memory(path):
@@ -285,7 +283,7 @@ def print_memory(path):
     print("\n".join(left_out), end="\n" if left_out else "")
     errors = memory_errors(rows)
     predicted = [error for some in errors.values() for error in some]
-    print(f"{path.name}: {len(rows)} rows; one device's show what lies beside the transformer, {len(predicted)} "
+    print(f"{path.name}: {len(rows)} rows; memory outside the transformer is taken from one device's, {len(predicted)} "
           f"others are predicted.")
     print(f"{'':<20} {'rows':>5} {'median':>7} {'90th':>7}")
     for name, some in {"all": predicted, **dict(sorted(errors.items()))}.items():

@@ -1,8 +1,7 @@
-"""Time displaced patches (DistriFusion) of a U-Net on several workers, and count what they send and keep.
+"""Time displaced patches (DistriFusion) of a U-Net on several workers, and count communication and cached bytes.
 
-A random U-Net of SD 1.5's structure is written as a file and run by real worker groups, in rounds that run every way in
-turn: one worker, workers that share nothing, which is more than can be had on this machine, synchronous calls, and
-stale calls.
+A random U-Net of SD 1.5's structure is written to a file and run by real worker groups, in rounds that interleave one
+worker, independent workers (an upper bound on this machine), synchronous calls, and stale calls.
 """
 
 import dataclasses
@@ -33,18 +32,19 @@ TEXT_WIDTH = 768
 
 
 def add_arguments(parser):
-    parser.add_argument("--workers", type=int, default=2, help="that share a picture")
+    parser.add_argument("--workers", type=int, default=2, help="workers that split an image")
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 96], help="rows and columns of the latent")
     parser.add_argument("--width", type=int, default=64,
                         help="channels at full size, a multiple of 32 (SD 1.5 has 320)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
-                        help="auto: CUDA where there is a device")
+                        help="auto: CUDA if available")
     parser.add_argument("--threads", type=int, default=1, help="threads of a CPU worker")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and results")
-    parser.add_argument("--forecast", type=float, nargs="+", default=(ParallelConfig.forecast_keys_values,),
-                        help="forecast_keys_values of stale calls to try, in turns")
-    parser.add_argument("--rounds", type=int, default=5, help="in each of which every way has its turn")
-    parser.add_argument("--calls", type=int, default=3, help="of a turn, one after the other as the steps of a run")
+    parser.add_argument("--forecast", dest="extrapolation", type=float, nargs="+",
+                        default=(ParallelConfig.forecast_keys_values,),
+                        help="forecast_keys_values of stale calls to try, interleaved")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds, each of which runs everything once")
+    parser.add_argument("--calls", type=int, default=3, help="consecutive calls in a round, as the steps of a run")
 
 
 def main(options):
@@ -52,8 +52,8 @@ def main(options):
     torch.set_num_threads(1)
     num_cuda = count_cuda(options.device)
     if options.width % 32 or options.workers < 2:
-        raise ConfigError(f"--width {options.width} must be a multiple of 32, and --workers {options.workers} at "
-                          f"least 2.")
+        raise ConfigError(f"Use a multiple of 32 for --width and at least 2 for --workers: they are {options.width} "
+                          f"and {options.workers}.")
     config = unet_config(options.width)
     print(f"U-Net of SD 1.5's structure, width {options.width}, {options.dtype}; "
           + (f"{num_cuda} CUDA devices" if num_cuda
@@ -68,25 +68,26 @@ def main(options):
         try:
             print(f"{'latent':>9} {'way':<12} {'s/call: min':>12} {'median':>7} {'max':>7} {'ratio':>6} "
                   f"{'of apart':>8} {'processor s/call':>16} {'sent bytes/rank':>16} {'formula':>12} "
-                  f"{'kept bytes/rank':>16} {'formula':>12}")
+                  f"{'cached bytes/rank':>17} {'formula':>12}")
             for size in options.sizes:
                 print_size(model, spec, size, clients[options.workers], apart, options)
         finally:
             for client in {*clients.values(), *apart}:
                 client.close()
-    print("ratio: times as fast as one worker, by medians. apart: as many workers, each with its own calls: the most "
-          "this machine can\ngive. of apart: the part of that which was reached. processor: seconds of all workers "
-          "together, median.")
+    print("ratio: speedup over one worker, by medians. apart: the same number of independent workers, each with its "
+          "own calls: the upper\nbound on this machine. of apart: fraction of that bound. processor: CPU seconds of "
+          "all workers together, median.")
 
 
 def print_size(model, spec, size, together, apart, options):
-    """Time every way with latents of this size. together: the Client of all workers. apart: one of each worker."""
+    """Time every way of computing with latents of this size. together: the Client of all workers. apart: one Client per
+    worker."""
     ways = find_ways(spec, size, together, apart, options)
     measured = measure(ways, options)
-    kept = together.report_memory()[0]["exchange_bytes"]
+    cached = together.report_memory()[0]["exchange_bytes"]
     together.end_run("bench")
     sent = exchanged_bytes(model, (size, size), options.workers, getattr(torch, options.dtype))
-    # of every way's buckets
+    # buckets of all ways
     in_all = sent * options.workers * sum(2 if extrapolation else 1 for extrapolation in options.extrapolation)
     median = {way: statistics.median(each.seconds) for way, each in measured.items()}
     ratio = {way: (options.workers if way == "apart" else 1) * median["one"] / median[way] for way in ways}
@@ -95,27 +96,27 @@ def print_size(model, spec, size, together, apart, options):
                f"{max(each.seconds):>7.3f} {ratio[way]:>5.2f}x {ratio[way] / ratio['apart']:>8.1%} "
                f"{statistics.median(each.processor_s):>16.3f}")
         if way not in ("one", "apart"):
-            row += f" {int(each.sent_bytes):>16} {sent * (options.workers - 1):>12} {int(kept):>16} {in_all:>12}"
+            row += f" {int(each.sent_bytes):>16} {sent * (options.workers - 1):>12} {int(cached):>17} {in_all:>12}"
         print(row, flush=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A way to compute, and the clients whose workers have their part in it."""
+    """A way of computing, and the clients whose workers take part."""
 
     clients: list[Client]
     run: Callable[[], None]
 
 
 def find_ways(spec, size, together, apart, options):
-    """{name: Way}; the model is loaded, and what stale calls find is there."""
+    """{name: Way}, with the model loaded and the cache for stale calls filled."""
     generator = torch.Generator().manual_seed(0)
     call = Call(torch.randn(1, 4, size, size, generator=generator), torch.tensor([500.0]),
                 {"context": torch.randn(1, 77, TEXT_WIDTH, generator=generator)})
     layout = Layout(displaced_degree=options.workers)
 
-    times = itertools.count()                                  # a forecast is made where the noise level has changed
-    # each keeps its own
+    times = itertools.count()                                  # extrapolation needs a noise level that changes
+    # each way has its own cache
     own = {extrapolation: {"context": call.conditioning["context"] + extrapolation}
            for extrapolation in options.extrapolation}
 
@@ -146,7 +147,7 @@ def find_ways(spec, size, together, apart, options):
 
 @dataclasses.dataclass
 class Measured:
-    """Of a way's calls, in each round: seconds, processor seconds of all its workers, bytes that a rank has sent."""
+    """Measurements of each round of a way: seconds, CPU seconds of all of its workers, bytes sent by a rank."""
 
     seconds: list
     processor_s: list
@@ -154,9 +155,9 @@ class Measured:
 
 
 def measure(ways, options):
-    """{way: Measured}"""
+    """{way: Measured}."""
     measured = {way: Measured([], []) for way in ways}
-    for round_ in range(options.rounds + 1):                   # the first one warms up
+    for round_ in range(options.rounds + 1):                   # the first one is a warm-up
         for name, way in ways.items():
             cpu_s, sent_bytes = totals(way.clients)
             started_s = time.perf_counter()
@@ -172,7 +173,7 @@ def measure(ways, options):
 
 
 def totals(clients):
-    """(processor seconds of these clients' workers, bytes that each rank of the first has sent)."""
+    """(CPU seconds of these clients' workers, bytes sent by each rank of the first)."""
     seconds = sum(numbers["cpu_s"] for client in clients for numbers in client.report_memory().values())
     return seconds, clients[0].totals()[0].get("sent_bytes", 0)
 
@@ -184,7 +185,7 @@ def unet_config(width):
 
 
 def write_model(config, path, dtype):
-    """A random U-Net as the publisher's files have it; returns diffusers'."""
+    """Write a random U-Net in the publisher's format; returns diffusers' model."""
     from diffusers import UNet2DConditionModel
     torch.manual_seed(0)
     model = UNet2DConditionModel(**config).eval().requires_grad_(False)

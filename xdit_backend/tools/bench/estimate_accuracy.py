@@ -1,9 +1,9 @@
-"""Time layouts on the devices here beside their forecasts: how far off they are, and whether the fastest was forecast
-as such.
+"""Time layouts on this machine's devices and compare with their estimates: the errors, and whether the fastest was
+estimated as the fastest.
 
-A random Flux-shaped transformer of several sizes runs whole runs under each layout, and a random autoencoder decodes.
-Each round measures the devices by their workers, as before a first long run, and then runs every layout once, so that a
-machine which others slow for minutes slows both; times and forecasts are medians over rounds.
+A random Flux-shaped transformer of several sizes runs full runs under each layout, and a random autoencoder decodes.
+Each round probes the devices with their workers, as before a first long run, and then runs every layout once, so that
+other load for minutes affects both; times and estimates are medians over rounds.
 """
 
 import dataclasses
@@ -43,22 +43,22 @@ def add_arguments(parser):
     parser.add_argument("--tokens", type=int, nargs="+", default=(576, 1024, 2304),
                         help="image tokens of each size, square numbers")
     parser.add_argument("--pixels", type=int, nargs="+", default=(128, 192, 256),
-                        help="a side of the decoded pictures, multiples of 16")
+                        help="sizes of decoded images in pixels, multiples of 16")
     parser.add_argument("--width", type=int, default=768, help="hidden width, a multiple of 64")
     parser.add_argument("--blocks", type=int, nargs=2, default=(2, 4), metavar=("DOUBLE", "SINGLE"),
-                        help="blocks of two streams and of one")
+                        help="numbers of double-stream and single-stream blocks")
     parser.add_argument("--text-tokens", type=int, default=64, help="text tokens of the model")
-    parser.add_argument("--steps", type=int, default=10, help="of a run; of PipeFusion one is warm-up")
-    parser.add_argument("--rounds", type=int, default=3, help="in each of which everything runs once")
+    parser.add_argument("--steps", type=int, default=10, help="steps of a run; PipeFusion has one warm-up step")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, each of which runs everything once")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
-                        help="auto: CUDA where there is a device")
+                        help="auto: CUDA if available")
 
 
 def main(options):
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     if any(size % 16 for size in options.pixels):
-        raise ConfigError(f"--pixels {' '.join(map(str, options.pixels))} must be multiples of 16.")
+        raise ConfigError(f"Use multiples of 16 for --pixels: they are {' '.join(map(str, options.pixels))}.")
     settings = [Setting(options.width, *options.blocks, tokens, options.text_tokens, "float32")
                 for tokens in options.tokens]
     for setting in settings:
@@ -78,12 +78,12 @@ def main(options):
 
 
 def print_size(setting, folder, clients, options):
-    """The errors of the forecasts of one size."""
+    """Print the table of one size; returns the errors of its estimates."""
     header = open_checkpoint(folder)
     dims = dims_of(header.family, header.meta_model(), header.spec("float32", "float32"))
     seconds, machines = measure(setting, header, clients, options)
     errors = []
-    print(f"\n{setting.num_image_tokens} tokens{'':<18} {'measured':>9} {'forecast':>9} {'error':>7}  limited by")
+    print(f"\n{setting.num_image_tokens} tokens{'':<18} {'measured':>9} {'estimate':>9} {'error':>7}  limited by")
     for branches in (1, 2):
         job = Job(setting.num_image_tokens, setting.num_text_tokens, options.steps, branches)
         measured = {degrees: statistics.median(times) for (degrees, of), times in seconds.items() if of == branches}
@@ -94,7 +94,7 @@ def print_size(setting, folder, clients, options):
 
 
 def measure(setting, header, clients, options):
-    """({(degrees, branches): seconds of each round}, the Machine of each round)"""
+    """({(degrees, branches): seconds of each round}, Machine of each round)."""
     both = calls(setting, 2)
     patches = {degrees.num_patches: cut_patches(both[0].latent.shape, (2, 2), degrees.num_patches)
                for degrees in LAYOUTS if
@@ -119,7 +119,7 @@ def measure(setting, header, clients, options):
 
     ways = [(degrees, branches) for degrees in LAYOUTS for branches in ((1, 2) if degrees.data > 1 else (degrees.cfg,))]
     seconds, machines = {way: [] for way in ways}, []
-    for round_ in range(options.rounds + 1):                   # the first one loads and warms up
+    for round_ in range(options.rounds + 1):                   # the first one loads the model and warms up
         if round_:
             machines.append(machine_profiles.measure(clients[2], "float32"))
         for way in ways:
@@ -132,8 +132,8 @@ def measure(setting, header, clients, options):
 
 
 def print_branches(branches, measured, made):
-    """A line for each layout and one for the choice; returns the errors. measured: {degrees: seconds}. made: {degrees:
-    Forecast}."""
+    """Print a line per layout and one for the choice; returns the errors. measured: {degrees: seconds}. made: {degrees:
+    Estimate}."""
     errors = []
     for degrees, one in made.items():
         errors.append(abs(one.seconds / measured[degrees] - 1))
@@ -143,7 +143,7 @@ def print_branches(branches, measured, made):
     chosen, best = choose(sorted(made.values(), key=lambda one: one.seconds)), min(
         measured, key=lambda degrees: measured[degrees])
     loss = measured[chosen.degrees] / measured[best]
-    print(f"  {branches} branch{'es' if branches > 1 else ''}: it would take {layout_description(chosen)}, "
+    print(f"  {branches} branch{'es' if branches > 1 else ''}: it would use {layout_description(chosen)}, "
           + ("the fastest" if loss == 1 else f"{loss - 1:.1%} behind the fastest"
              + ("" if loss <= NEAR else ", more than 5 %")))
     return errors
@@ -152,7 +152,7 @@ def print_branches(branches, measured, made):
 def print_decodes(clients, options):
     tensors, errors = random_decoder(64), []
     decoder, vae = meta_vae(tensors, "float32"), Autoencoder("bench", "float32", lambda: tensors)
-    print(f"\n{'decode':<30} {'measured':>9} {'forecast':>9} {'error':>7}")
+    print(f"\n{'decode':<30} {'measured':>9} {'estimate':>9} {'error':>7}")
     for size in options.pixels:
         latent = torch.randn(1, 4, size // 8, size // 8, generator=torch.Generator().manual_seed(0))
         work, times, machines = Work(**work_of(decoder, latent.shape)), {count: [] for count in (1, 2)}, []
@@ -171,6 +171,6 @@ def print_decodes(clients, options):
                   f"{estimated_s:>7.2f} s {errors[-1]:>7.1%}")
         medians = {count: statistics.median(measured[1:]) for count, measured in times.items()}
         chosen = next(iter(choose_ranks(work, machines[0], 2)))[0]
-        print(f"  {size} px: it would take {'one device' if chosen == 1 else f'VAE {chosen}'}, "
+        print(f"  {size} px: it would use {'one device' if chosen == 1 else f'VAE {chosen}'}, "
               f"{medians[chosen] / min(medians.values()) - 1:.1%} behind the fastest")
     return errors

@@ -1,4 +1,4 @@
-"""Would a layout fit, in the words with which the nodes refuse a run before they load anything? Used by size.py."""
+"""Whether a layout fits, with the errors by which the nodes reject a run before loading anything."""
 
 import dataclasses
 import functools
@@ -32,20 +32,20 @@ from .plan import WEIGHT_TYPES
 
 
 def config_of(layout, num_patches=0, **settings):
-    """The ParallelConfig of a person who sets these degrees, and else what xDiT Parallel Config has."""
+    """The ParallelConfig with these degrees set by the user, and otherwise the defaults of xDiT Parallel Config."""
     return ParallelConfig(mode="manual", num_patches=num_patches, **dataclasses.asdict(layout), **settings)
 
 
 def collective_of(layout):
-    """That in which the ranks of a layout of several devices send most."""
+    """The collective in which the ranks of a multi-device layout send the most."""
     return next(each for axis, each in (("ulysses", "all_to_all"), ("tensor", "all_reduce"), ("displaced", "gather"),
                                         ("ring", "hop"), ("pipefusion", "hop"), ("cfg", "hop"), ("data", "hop"))
                 if getattr(layout, f"{axis}_degree") > 1)
 
 
 def auto_fit(subject, machine):
-    """The Fit of what xDiT Parallel Config takes in the mode "auto" on all of the machine's devices, as long as it has
-    not measured them."""
+    """The Fit of the layout that xDiT Parallel Config chooses in mode "auto" on all of the machine's devices before
+    they are measured."""
     config = auto_config(subject)
     placement = subject.placement(config, machine.devices)
     return Fit(subject, subject.layout_in(config, placement, machine.devices, subject.run.branches), machine, "auto")
@@ -57,8 +57,8 @@ def auto_config(subject):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fit:
-    """How a size.Subject would be on a machine's devices under a Layout. mode: of xDiT Parallel Config; "manual" has
-    these degrees for every run, "auto" for runs of as many branches."""
+    """A size.Subject on a machine's devices under a Layout. mode: of xDiT Parallel Config; "manual" uses these degrees
+    for every run, "auto" for runs with this number of branches."""
 
     subject: Any
     layout: Layout
@@ -97,7 +97,7 @@ class Fit:
 
     def job(self, images, sizes):
         subject, shape = self.subject, self.subject.run.shape
-        conditioning = {name: torch.empty(given, device="meta") for name, given in
+        conditioning = {name: torch.empty(size, device="meta") for name, size in
                         (subject.run.conditioning | subject.run.call_conditioning).items()}
         return job_of(subject.checkpoint.family, subject.dims, (images, shape[1], *sizes), conditioning,
                       USUAL_JOB.steps, subject.run.branches)
@@ -113,14 +113,14 @@ class Fit:
 
     @property
     def run_bytes(self):
-        """What the run takes of the fullest rank beside weights."""
+        """Memory of the run on the fullest rank, without weights."""
         memory = self.needed(self.subject.run.shape[0], self.subject.run.shape[2:])
         return memory.keys_values + memory.activations
 
     @property
     def requested_bytes(self):
-        """The same of the run that ComfyUI asks for room for before it runs: both branches of guidance in any case, and
-        a text whose length is not known yet. What stays on the devices leaves room for that."""
+        """run_bytes of the run for which ComfyUI frees memory in advance: with both guidance branches, and a text of
+        unknown length. Resident weights leave this much free."""
         images, sizes = self.subject.run.shape[0], self.subject.run.shape[2:]
         if self.subject.dims is None:
             return self.run_bytes
@@ -131,10 +131,10 @@ class Fit:
 
     @functools.cached_property
     def weights_memory(self):
-        """ModelSpec.weights_memory, as the node has it."""
-        given = self.config.weights_memory_bytes
-        if given is not None:
-            return given
+        """The node's ModelSpec.weights_memory."""
+        configured = self.config.weights_memory_bytes
+        if configured is not None:
+            return configured
         return weights_memory_in(rank_memory_budget(self.names, self.device_bytes) - self.requested_bytes,
                                  lambda budget_bytes: max(self._hold(budget_bytes)[0]))
 
@@ -145,7 +145,7 @@ class Fit:
 
     @functools.cached_property
     def hold(self):
-        """([bytes of each rank's weights on its device], [of those that come from host memory])."""
+        """([bytes of each rank's resident weights], [bytes of its offloaded weights])."""
         return self._hold(self.weights_memory or math.inf)
 
     @property
@@ -154,8 +154,8 @@ class Fit:
 
     @property
     def run(self):
-        """The subject's; of as few patches as can be where stages have weights come for each of them, which ranks share
-        where the node has them do it."""
+        """The subject's run; with as few patches as possible if stages stream weights for each of them, and with
+        weights sharded among ranks where the node does that."""
         run = dataclasses.replace(self.subject.run, shards_weights=self.shards_weights)
         if self.stages is None or run.num_patches or not any(self.hold[1]):
             return run
@@ -163,8 +163,8 @@ class Fit:
 
     @functools.cached_property
     def shards_weights(self):
-        """Does each rank bring a part of the weights that come, and send it to the others, once the node has measured
-        such devices?"""
+        """Whether each rank copies a shard of the offloaded weights and all-gathers the others, once the node has
+        measured such devices."""
         known = {name for name, _ in self.machine.links.rates}
         if (not any(self.hold[1]) or self.subject.dims is None or self.degrees.devices == 1
                 or not {"gather", collective_of(self.layout)} <= known):
@@ -176,19 +176,19 @@ class Fit:
                         self.layout.tensor_degree).chosen.shards_weights
 
     @functools.cached_property
-    def held(self):
-        """Bytes of all weights, as they are held."""
+    def all_bytes(self):
+        """Bytes of all weights as stored."""
         return resident_bytes(self.subject.model, self.subject.checkpoint.family, self.subject.spec())
 
     def answer(self):
-        """ "fits", with the bytes of the fullest rank; or the refusal."""
+        """"fits" with the bytes of the fullest rank, or the error."""
         subject, settings, shape = self.subject, self.settings, self.subject.run.shape
         family, smallest = subject.checkpoint.family, min(self.device_bytes)
         without_estimate = functools.partial(self.needed, settings=dataclasses.replace(settings, cached_steps=1))
         hints = Hints(
             placement_that_fits(self.config, subject.dims, family.refused,
                              None if subject.dims is None else self.job(shape[0], shape[2:]), smallest),
-            lambda: _lighter(subject, self.held, self.weights),
+            lambda: _lighter(subject, self.all_bytes, self.weights),
             {"forecast_keys_values 0": without_estimate} if settings.cached_steps > 1 else {})
         try:
             check_memory(f"this run ({describe_layout(self.layout)})",
@@ -205,13 +205,13 @@ class Fit:
         return f"{text}. {weights}"
 
 
-def _lighter(subject, held, weights):
-    """{weight_dtype in which a rank holds less: what each rank then holds}. held: bytes of all weights, as they are."""
+def _lighter(subject, all_bytes, weights):
+    """{weight_dtype with smaller weights: bytes of each rank's weights}. all_bytes: of all weights as stored."""
     checkpoint, found = subject.checkpoint, {}
     for name in ("fp8_e4m3fn", *(name for name in TYPES if not checkpoint.quantised and is_installed(TYPES[name]))):
         spec = checkpoint.spec("bfloat16" if name in TYPES else WEIGHT_TYPES[name], "bfloat16",
                                quantisation=name if name in TYPES else "")
         size = resident_bytes(outline(checkpoint, spec)[0], checkpoint.family, spec)
-        if size < held:
-            found[name] = [round(each * size / held) for each in weights]
+        if size < all_bytes:
+            found[name] = [round(each * size / all_bytes) for each in weights]
     return found

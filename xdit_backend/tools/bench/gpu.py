@@ -1,7 +1,7 @@
-"""Time a model at its full size on the GPU here, with random weights, beside what is counted of it without a GPU.
+"""Time a full-size model with random weights on this machine's GPU, and compare with the count of bench size.
 
-MODEL is the name of a published model, as of bench size. The workers' own code predicts on one GPU, without processes
-or ComfyUI: seconds of a step, what is reached of arithmetic and of memory, and the peak beside the one that is counted.
+MODEL is the name of a published model, as in bench size. The workers' own code predicts on one GPU, without worker
+processes or ComfyUI: seconds per step, achieved FLOP/s and memory bandwidth, and the measured and the counted peak.
 """
 
 import argparse
@@ -22,20 +22,20 @@ from .size import GIB
 def add_arguments(parser):
     parser.add_argument("model", metavar="MODEL", help="a published model's name")
     parser.add_argument("--weight-dtypes", nargs="+", default=["bf16"], metavar="TYPE",
-                        help="how the weights are held, one after the other: as of bench size")
+                        help="types of the weights, tried one after the other, as in bench size")
     parser.add_argument("--compile", action="store_true", help="also with blocks compiled by inductor")
-    parser.add_argument("--steps", type=int, default=5, help="that are timed")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps")
     size.add_run_arguments(parser)
     parser.add_argument("--weights-memory", type=float, default=0.0, metavar="GB",
-                        help="that weights may take of the GPU: others come from host memory (default: all are there)")
+                        help="resident weights; the others are offloaded to system RAM (default: all are resident)")
     parser.add_argument("--machine", type=Path, metavar="FILE",
-                        help="JSON that describes devices, for the time that bounds a step (default: an "
-                             "RTX 4090's data sheet)")
+                        help="JSON description of devices, for the lower bound of a step (default: an RTX 4090's data "
+                             "sheet)")
 
 
 def main(options):
     if not torch.cuda.is_available():
-        raise ConfigError("There is no CUDA device here. bench size counts the same without one.")
+        raise ConfigError("Use bench size, which needs no GPU: there is no CUDA device here.")
     machine = size.usual_machine() if options.machine is None else read_machine(options.machine)
     print(f"{options.model} on {torch.cuda.get_device_name()}, torch {torch.__version__}; {options.steps} steps after "
           f"the first {FIRST_STEPS}")

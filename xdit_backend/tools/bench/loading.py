@@ -1,8 +1,8 @@
-"""Time how fast files of a model are loaded, beside reading the same files alone.
+"""Time the loading of model files, compared with only reading them.
 
-Random files of Flux's layout, in bf16, scaled fp8 and GGUF Q4_K, or those that are named. Each is read and loaded in
-turn, first when the system has let go of it (cold), then from memory (warm). On a CPU, where weights stay a map of the
-file, each is then copied into a piece of memory, as on its way to a GPU.
+Random files of Flux's layout, in bf16, scaled fp8 and GGUF Q4_K, or the files given. Each is read and loaded in an
+interleaved order, first after the page cache was dropped (cold), then from it (warm). On a CPU, where weights stay a
+memory map of the file, each is then copied into a buffer, as on its way to a GPU.
 """
 
 import gc
@@ -19,25 +19,25 @@ import torch
 
 from ...checkpoints.checkpoint import open_checkpoint
 from ...checkpoints.loader import load_transformer
-from ...memory.staging import PIECE_BYTES
+from ...memory.staging import CHUNK_BYTES
 from ...protocol.errors import ConfigError
 from .worker_groups import count_cuda
 
 WIDTH, HEAD_SIZE = 3072, 128               # Flux.1's
-# and bytes of a number
+# and bytes per element
 TYPES = {"bf16": ("safetensors", 2), "scaled fp8": ("safetensors", 1), "Q4_K": ("gguf", 144 / 256)}
 
 
 def add_arguments(parser):
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE",
-                        help="to load (without: random ones, which are removed again)")
-    parser.add_argument("--gigabytes", type=float, default=2.0, help="of each random file, about")
+                        help="files to load (default: random ones, which are removed again)")
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="approximate size of each random file")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()),
                         help="where random files are written")
-    parser.add_argument("--rounds", type=int, default=3, help="of which medians are taken")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, of which medians are shown")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
-                        help="auto: CUDA where there is a device")
-    parser.add_argument("--threads", type=int, default=1, help="of the process that loads")
+                        help="auto: CUDA if available")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the loading process")
 
 
 def main(options):
@@ -60,7 +60,7 @@ def main(options):
 
 
 def print_speeds(path, name, device, rounds):
-    """A line of the table. The first load, which imports, is not counted."""
+    """Print a line of the table. The first load, which imports libraries, is not counted."""
     load(path, device)
     seconds = {}
     for _ in range(rounds):
@@ -76,7 +76,7 @@ def print_speeds(path, name, device, rounds):
 
 
 def read(path, device):
-    memory = bytearray(PIECE_BYTES)
+    memory = bytearray(CHUNK_BYTES)
     with open(path, "rb", buffering=0) as file:
         while file.readinto(memory):
             pass
@@ -86,16 +86,16 @@ def load(path, device):
     header = open_checkpoint(path)
     model = load_transformer(header.spec("bfloat16", "bfloat16"), device).model
     if device.type == "cpu":
-        piece = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+        buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
         for weight in (*model.parameters(), *model.buffers()):
-            for part in weight.data.reshape(-1).view(torch.uint8).split(PIECE_BYTES):
-                piece[:len(part)].copy_(part)
+            for section in weight.data.reshape(-1).view(torch.uint8).split(CHUNK_BYTES):
+                buffer[:len(section)].copy_(section)
     else:
         torch.cuda.synchronize(device)
 
 
 def let_go(path):
-    """Have the system forget what it holds of a file in memory. It does not where a process maps it."""
+    """Drop a file from the page cache. Has no effect while a process maps the file."""
     gc.collect()
     with open(path, "rb") as file:
         os.fsync(file.fileno())
@@ -103,8 +103,8 @@ def let_go(path):
 
 
 def flux_shapes(depth):
-    """{name in the publisher's format: shape} of a Flux.1 with so many blocks of each kind,
-    51 h^2 parameters for each."""
+    """{name in the publisher's format: shape} of a Flux.1 with this many blocks of each kind, 51 h^2 parameters for
+    each."""
     h, linears, shapes = WIDTH, {"img_in": (WIDTH, 64), "txt_in": (WIDTH, 4096), "final_layer.linear": (64, WIDTH),
                                  "final_layer.adaLN_modulation.1": (2 * WIDTH, WIDTH)}, {}
     for name, columns in (("time_in", 256), ("guidance_in", 256), ("vector_in", 768)):
@@ -122,7 +122,7 @@ def flux_shapes(depth):
 
 
 def write_flux(path, type_, depth):
-    """A random file of Flux's layout. Its tensors are all parts of the same random numbers."""
+    """Write a random file of Flux's layout. All of its tensors are slices of the same random numbers."""
     shapes = flux_shapes(depth)
     numbers = 0.02 * torch.randn(max(map(math.prod, shapes.values())))
     if type_ == "Q4_K":
@@ -154,7 +154,7 @@ def write_gguf(path, shapes, numbers):
     writer, type_ = gguf.GGUFWriter(str(path), "flux"), gguf.GGMLQuantizationType.Q4_K
     block, block_bytes = gguf.GGML_QUANT_SIZES[type_]
     blocks = torch.randint(0, 256, (len(numbers) // block, block_bytes), dtype=torch.uint8)
-    blocks[:, :4] = torch.tensor([0.001, 0.001], dtype=torch.float16).view(torch.uint8)         # their factors
+    blocks[:, :4] = torch.tensor([0.001, 0.001], dtype=torch.float16).view(torch.uint8)         # their scales
     for name, shape in shapes.items():
         count = math.prod(shape)
         if len(shape) == 2 and shape[1] % block == 0:

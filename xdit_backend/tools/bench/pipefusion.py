@@ -1,7 +1,7 @@
-"""Time PipeFusion against one worker over whole runs, beside its formulas. Called by methods for layouts with
-`pipefusion`.
+"""Time PipeFusion over full runs against one worker, and compare with its formulas. bench methods calls it for layouts
+with `pipefusion`.
 
-A run is what the patchwise sampler does: Euler steps, each patch going on as soon as its own prediction is there.
+A run works like the patchwise sampler: Euler steps, in which each patch advances as soon as its own prediction arrives.
 """
 
 import dataclasses
@@ -22,20 +22,20 @@ from ...protocol.errors import ConfigError
 from ...protocol.specs import ModelSpec, Stages
 from .sampler import Method, Model, Sampling, sample
 
-BASELINE_STEPS = 4             # of one worker, before and after each run of a pipeline
+BASELINE_STEPS = 4             # of one worker, before and after each pipeline run
 
 
 @dataclasses.dataclass
 class Row:
-    """One layout with one number of patches: medians over rounds.
-    Each round has one worker's steps before and after."""
+    """One layout with one number of patches: medians over rounds. In each round one worker's steps run before and
+    after."""
 
     name: str
-    seconds: float                 # a step, the warm-up among them
+    seconds: float                 # per step, including the warm-up
     ratio: float                   # to one worker
-    bubble: float                  # the ratio of the formula
-    apart: float                   # how much faster two workers that share nothing are than one, in the same minutes
-    sent_bytes: float              # by the busiest rank, a step after the warm-up
+    bubble: float                  # ratio by the formula
+    apart: float                   # speedup of two independent workers over one, in the same minutes
+    sent_bytes: float              # by the busiest rank, per step after the warm-up
     sent_formula: float
     weight_bytes: list             # of each rank
     weight_formula: list
@@ -44,8 +44,8 @@ class Row:
 
 
 def bubble_ratio(num_steps, warmup_steps, num_stages, num_patches, warmup_is_parallel=False):
-    """How much faster than one worker a run can be (docs/design/pipefusion.md):
-    slots of one patch on one stage."""
+    """Upper bound of the speedup over one worker (docs/design/pipefusion.md), by slots of one patch on one
+    stage."""
     stale = num_steps - warmup_steps
     slots = (stale - 1) * max(num_patches, num_stages) + num_patches + num_stages - 1 if stale else 0
     warm = warmup_steps / (num_stages if warmup_is_parallel else 1)
@@ -53,13 +53,13 @@ def bubble_ratio(num_steps, warmup_steps, num_stages, num_patches, warmup_is_par
 
 
 def run(client, spec, call, num_steps, method):
-    """A run of the bench: `num_steps` Euler steps from sigma 1 to 0."""
+    """A benchmark run: `num_steps` Euler steps from sigma 1 to 0."""
     return sample(client, Model(spec, 16), call, Sampling(torch.linspace(1, 0, num_steps + 1).tolist()), method)
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is timed: a layout with so many patches, on its workers."""
+    """A layout with a number of patches, on its workers."""
 
     degrees: dict
     client: Client
@@ -69,8 +69,8 @@ class Job:
 
 @dataclasses.dataclass
 class Measured:
-    """What was measured of a Job. times: of each round, (seconds a step, ratio, apart, seconds of one worker).
-    sent_bytes: by the busiest rank, a step after the warm-up. memory: of each rank."""
+    """Measurements of a Job. times: of each round, (seconds per step, ratio, apart, seconds of one worker). sent_bytes:
+    by the busiest rank, per step after the warm-up. memory: of each rank."""
 
     times: list = dataclasses.field(default_factory=list)
     sent_bytes: float = 0.0
@@ -78,15 +78,15 @@ class Measured:
 
 
 def measure(setting, folder, layouts, clients, call, options):
-    """{name: Row} for layouts {name: degrees} with stages; clients: {number of devices: Client},
-    and under "second" another one of one device."""
+    """{name: Row} for layouts {name: degrees} with stages. clients: {number of devices: Client}, and a second client of
+    one device under "second"."""
     header = open_checkpoint(folder)
     one_spec, one_method = header.spec(setting.dtype, setting.dtype), Method(ParallelConfig(mode="manual").layout)
     jobs = find_jobs(setting, header, layouts, clients, call, options)
     found = {key: Measured() for key in jobs}
 
     def synchronous_steps(client):
-        """Seconds a step of one worker that works alone, or beside the other."""
+        """Seconds per step of one worker, alone or in parallel with the other."""
         started_s = time.perf_counter()
         run(client, one_spec, call, BASELINE_STEPS, one_method)
         return (time.perf_counter() - started_s) / BASELINE_STEPS
@@ -97,7 +97,7 @@ def measure(setting, folder, layouts, clients, call, options):
 
     for client in (clients[1], clients["second"]):
         run(client, one_spec, call, 1, one_method)             # loads the model
-    for round_ in range(options.rounds + 1):                   # the first one warms up
+    for round_ in range(options.rounds + 1):                   # the first one is a warm-up
         steps = options.steps if round_ else options.warmup_steps + 1
         for key, job in jobs.items():
             warmup_sent = warm_up(job, call)
@@ -119,13 +119,13 @@ def measure(setting, folder, layouts, clients, call, options):
 
 
 def find_jobs(setting, header, layouts, clients, call, options):
-    """{name: Job}, for each layout all numbers of patches and forecasts, in turns,
-    so that their ratio is not the machine's mood."""
+    """{name: Job}, with all numbers of patches and extrapolations interleaved for each layout, so that other load
+    affects them equally."""
     jobs = {}
     for name, degrees in layouts.items():
         if degrees["tensor"] > 1:
-            raise ConfigError(f'layout "{name}": stages are timed without tensor parallelism. Use '
-                              f'tensor{degrees["tensor"]} by itself.')
+            raise ConfigError(f'Use tensor{degrees["tensor"]} by itself: in layout "{name}" it is combined with '
+                              f'stages, which are timed without tensor parallelism.')
         config = ParallelConfig(mode="manual", **{f"{axis}_degree": degree for axis, degree in degrees.items()})
         size = degrees["pipefusion"] * degrees["ring"] * degrees["ulysses"]
         validate(config, size)
@@ -145,7 +145,7 @@ def find_jobs(setting, header, layouts, clients, call, options):
 
 
 def warm_up(job, call):
-    """Load a job's model, and run its warm-up alone; returns the bytes that each rank sends in that."""
+    """Load a job's model and run only its warm-up; returns the bytes that each rank sends in it."""
     layout, warmup_steps = job.method.layout, job.method.warmup_steps
     run(job.client, job.spec, call, 1, Method(layout, 1, []))
     before = _sent(job.client)
@@ -154,23 +154,23 @@ def warm_up(job, call):
 
 
 def row_of(name, job, measured, setting, header, num_steps):
-    """The Row of a Job, beside what the formulas say of it."""
+    """The Row of a Job, with the formulas' values."""
     degrees, method = job.degrees, job.method
-    weights, kept = ([rank[of] for rank in measured.memory] for of in ("weight_bytes", "key_value_bytes"))
+    weights, keys_values = ([rank[of] for rank in measured.memory] for of in ("weight_bytes", "key_value_bytes"))
     seconds, ratio, apart, _ = (statistics.median(column) for column in zip(*measured.times[1:]))
     bubble = bubble_ratio(num_steps, method.warmup_steps, degrees["pipefusion"], len(method.patches),
                           job.spec.stages.every_block)
     weight_formula, cached_formula = memory_formulas(header, job.spec, len(weights), setting, degrees)
     return Row(name, seconds, ratio, bubble * degrees["ring"] * degrees["ulysses"], apart, measured.sent_bytes,
-               sent_formula(degrees, setting), weights, weight_formula, kept,
+               sent_formula(degrees, setting), weights, weight_formula, keys_values,
                [num_bytes * (2 if method.extrapolation else 1) for num_bytes in cached_formula])
 
 
 def sent_formula(degrees, setting):
-    """Bytes the busiest rank sends a step: hidden states of the image and, once, of the text, B (S + S_t) h / D
+    """Bytes that the busiest rank sends per step: hidden states of the image and, once, of the text, B (S + S_t) h / D
     elements.
 
-    With sequence parallelism also the exchange inside it, as for whole steps (docs/design/pipefusion.md).
+    With sequence parallelism also its communication, as in synchronous steps (docs/design/pipefusion.md).
     """
     tokens = setting.num_image_tokens + setting.num_text_tokens
     num_blocks = (setting.num_double_blocks + setting.num_single_blocks) / degrees["pipefusion"]
@@ -181,8 +181,8 @@ def sent_formula(degrees, setting):
 def memory_formulas(header, spec, num_ranks, setting, degrees):
     """([bytes of parameters], [bytes of stale keys and values]) of each rank.
 
-    Parameters: its stage's blocks, and all that is outside the blocks. Keys and values: 2 B (S + S_t) h / U for each of
-    its blocks (docs/design/pipefusion.md); twice that where they are forecast.
+    Parameters: its stage's blocks, and everything outside the blocks. Keys and values: 2 B (S + S_t) h / U for each of
+    its blocks (docs/design/pipefusion.md); twice that if they are extrapolated.
     """
     import diffusers  # slow to import, and --help needs neither
     from accelerate import init_empty_weights
@@ -193,9 +193,9 @@ def memory_formulas(header, spec, num_ranks, setting, degrees):
     own = [stage_blocks(counts, stage_of(rank, spec.stages)) for rank in range(num_ranks)]
     outside = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())) - sum(size for size, _ in sizes)
     item = getattr(torch, setting.dtype).itemsize
-    held = [range(len(sizes)) if spec.stages.every_block else blocks for blocks in own]
+    loaded = [range(len(sizes)) if spec.stages.every_block else blocks for blocks in own]
     tokens = setting.num_image_tokens + setting.num_text_tokens
-    return ([item * (outside + sum(sizes[block][0] for block in blocks)) for blocks in held],
+    return ([item * (outside + sum(sizes[block][0] for block in blocks)) for blocks in loaded],
             [item * 2 * tokens * setting.width / degrees["ulysses"] * len(blocks) for blocks in own])
 
 
@@ -218,6 +218,6 @@ def print_table(one_s, rows, options):
               f"{row.ratio / row.bubble:>6.1%} {row.apart:>5.2f}x {row.sent_bytes / 1e6:>8.2f} "
               f"{row.sent_formula / 1e6:>8.2f} {megabytes(row.weight_bytes):>19} {megabytes(row.weight_formula):>15} "
               f"{megabytes(row.key_value_bytes):>15} {megabytes(row.key_value_formula):>13}")
-    print("ratio: to one worker's steps just before and after the run. bubble: T / (W + slots / (N M)), what the "
-          "schedule allows on N full\ndevices. apart: two workers that share nothing, in the same minutes: 2 if this "
-          "machine has two full devices. sent: the\nbusiest rank, a step after the warm-up.")
+    print("ratio: to one worker's steps just before and after the run. bubble: T / (W + slots / (N M)), the bound of "
+          "the schedule on N\ndevices. apart: two independent workers, in the same minutes: 2 if this machine has two "
+          "full devices. sent: by the busiest\nrank, per step after the warm-up.")

@@ -1,8 +1,8 @@
-"""Say how a model would run on the devices here, or on those that a file describes: seconds, memory and what limits
+"""Estimate how a model would run on this machine's devices, or on those in a file: time, memory and the bottleneck of
 each layout.
 
-MODEL is a safetensors file of a supported family, or a diffusers folder; only its header is read. Without --machine the
-devices here are measured, which takes a few seconds. No GPU is needed for a machine in a file.
+MODEL is a safetensors file of a supported family, or a diffusers folder; only its header is read. Without --machine
+this machine's devices are measured, which takes a few seconds. A machine in a file needs no GPU.
 """
 
 import collections
@@ -37,27 +37,27 @@ MAX_PIXELS, MAX_STEPS = 2 ** 17, 10000
 
 def add_arguments(parser):
     parser.add_argument("model", metavar="MODEL", type=Path)
-    parser.add_argument("--size", default="1024x1024", metavar="WxH", help="of the picture or video, in pixels")
-    parser.add_argument("--frames", type=int, default=1, help="of the video")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--size", default="1024x1024", metavar="WxH", help="image or video size in pixels")
+    parser.add_argument("--frames", type=int, default=1, help="frames of the video")
+    parser.add_argument("--steps", type=int, default=20, help="sampling steps")
     parser.add_argument("--branches", type=int, default=2, help="2 with classifier-free guidance (cfg above 1), else 1")
-    parser.add_argument("--batch", type=int, default=1, help="pictures at once")
+    parser.add_argument("--batch", type=int, default=1, help="images at once")
     parser.add_argument("--text", type=int, default=256, help="text tokens")
     parser.add_argument("--weight-dtype", choices=[*WEIGHT_TYPES, *TYPES],
-                        help="how the weights are held (default: as in the file)")
+                        help="type of the weights (default: as in the file)")
     parser.add_argument("--machine", type=Path, metavar="FILE",
-                        help="JSON that describes devices and links, see docs/benchmarks.md")
+                        help="JSON description of devices and links, see docs/benchmarks.md")
     parser.add_argument("--devices", default="auto",
-                        help='to measure, as in xDiT Parallel Config: "auto", or "cuda:0,cuda:1", "cpu,cpu"')
+                        help='devices to measure, as in xDiT Parallel Config: "auto", or "cuda:0,cuda:1", "cpu,cpu"')
     parser.add_argument("--measurements", type=Path, metavar="FOLDER",
-                        help="where ComfyUI keeps what it measured (user/xdit): taken from there, and kept there")
-    pictures = parser.add_mutually_exclusive_group()
-    pictures.add_argument("--exact", action="store_true",
-                          help='nothing that changes the picture, as approximate = "not allowed" of xDiT '
-                          'Parallel Config: of a model that is too large for one device, the layers are spread')
-    pictures.add_argument("--for-speed", action="store_true",
-                          help='PipeFusion where that is forecast to be much faster, as approximate = "for speed"')
-    parser.add_argument("--measure", action="store_true", help="measure again, whatever is kept")
+                        help="ComfyUI's folder of measurements (user/xdit), to read from and to store in")
+    quality = parser.add_mutually_exclusive_group()
+    quality.add_argument("--exact", action="store_true",
+                         help='exact methods only, as approximate = "not allowed" in xDiT Parallel Config: the layers '
+                              'of a model that is too large for one device are sharded')
+    quality.add_argument("--for-speed", action="store_true",
+                         help='PipeFusion if its estimate is much faster, as approximate = "for speed"')
+    parser.add_argument("--measure", action="store_true", help="measure again even if stored measurements exist")
 
 
 def main(options):
@@ -65,8 +65,8 @@ def main(options):
     header = open_checkpoint(options.model)
     family = header.family
     if family.is_unet:
-        raise ConfigError(f"{family.title} are U-Nets: auto shares out the branches of guidance and the images of a "
-                          f"batch alone, and nothing is forecast for them.")
+        raise ConfigError(f"Name a diffusion transformer: {family.title} are U-Nets, for which auto splits only "
+                          f"guidance branches and the images of a batch, without estimates.")
     if options.for_speed and "pipefusion" in family.refused:
         raise ConfigError(f"Leave out --for-speed: xDiT does not run {family.name} by PipeFusion, because "
                           f"{family.refused['pipefusion']}.")
@@ -87,8 +87,8 @@ def main(options):
 
 
 def print_plan(dims, job, machine, what, config, can_split, branches):
-    """The table of all layouts, the choice of auto under this ParallelConfig, and why.
-    can_split, branches: choose_spread's."""
+    """Print the table of all layouts, the choice of auto mode under this ParallelConfig, and the reason. can_split,
+    branches: of choose_placement."""
     count = len(machine.devices)
     names = collections.Counter(device.name or "a device" for device in machine.devices)
     print(f"{what}: {job.tokens} tokens, {job.text} of text, {job.steps} steps, {job.branches} "
@@ -115,19 +115,19 @@ def print_plan(dims, job, machine, what, config, can_split, branches):
           + f". Chosen in {1000 * elapsed_s:.0f} ms.")
     print(f"Why: {why(plan.chosen)}. " + (
         f"{faster.words}." if faster else
-        "Machines are stages, whose devices share tokens." if per_machine and placement[0] is not None else
-        "The weights do not fit on one device, so that its blocks are spread over stages."
+        "Each machine is a stage, whose devices shard tokens." if per_machine and placement[0] is not None else
+        "The weights do not fit on one device, so its blocks are split into stages."
         if placement[0] is not None else
-        "The weights do not fit on one device, so that its layers are spread, and the picture is one device's."
+        "The weights do not fit on one device, so its layers are sharded, and the image equals one device's."
         if placement[1] > 1 else
-        "By itself, auto takes only layouts whose picture is one device's, where the weights fit on each device."))
+        "If the weights fit on each device, auto uses only layouts whose image equals one device's."))
     if not plan.chosen.fits:
-        print("No layout fits into the memory there is: take weights of a smaller type, a smaller picture, or more "
-              "devices.")
+        print("Use smaller weights (fp8, GGUF), a smaller image or more devices: no layout fits in the available "
+              "memory.")
 
 
 def measured(options, dtype):
-    """The Machine of the devices here: kept, or measured now."""
+    """The Machine of this machine's devices: stored, or measured now."""
     devices = resolve_devices(options.devices, num_cuda_devices())
     machine = (None if options.measure or options.measurements is None
                else machine_profiles.stored_machine(options.measurements, devices, dtype))
@@ -135,8 +135,8 @@ def measured(options, dtype):
         return machine
 
     def show(phase):
-        words = f"{phase.text} {phase.done} of {phase.total}" if phase.total else phase.text
-        print("\r" + words.ljust(70), end="", file=sys.stderr)
+        text = f"{phase.text} {phase.done} of {phase.total}" if phase.total else phase.text
+        print("\r" + text.ljust(70), end="", file=sys.stderr)
 
     client = Client(devices, on_phase=show)
     try:
@@ -150,7 +150,7 @@ def measured(options, dtype):
 
 
 def _checked(options):
-    """(columns, rows) of the picture. Raises ConfigError for what cannot be meant."""
+    """(columns, rows) of the image. Raises ConfigError for invalid options."""
     size = image_size(options.size)
     for name, most in (("frames", 10000), ("steps", MAX_STEPS), ("branches", 2), ("batch", 4096), ("text", 10 ** 6)):
         value = getattr(options, name)
@@ -163,7 +163,7 @@ def _checked(options):
 
 
 def image_size(text):
-    """(columns, rows) that --size says. Raises ConfigError for what cannot be meant."""
+    """(columns, rows) of --size. Raises ConfigError if it is invalid."""
     found = re.fullmatch(r"(\d+)x(\d+)", text.strip().lower())
     if not found or not all(8 <= int(side) <= MAX_PIXELS for side in found.groups()):
         raise ConfigError(f"--size {text}: give width and height in pixels, such as 1024x1024, from 8 to "
@@ -172,11 +172,11 @@ def image_size(text):
 
 
 def most_common(header):
-    """The type that most of its weights have, by torch's name."""
+    """The most common type of the weights, as named by torch."""
     counts = collections.Counter(IN_FILES[dtype] for dtype in header.dtypes.values() if dtype in IN_FILES)
     if not counts:
-        raise ConfigError(f"{header.path}: its weights are {', '.join(sorted(set(header.dtypes.values())))}. Say how "
-                          f"they are to be held by --weight-dtype.")
+        raise ConfigError(f"{header.path}: choose a --weight-dtype, because its weights are "
+                          f"{', '.join(sorted(set(header.dtypes.values())))}.")
     return counts.most_common(1)[0][0]
 
 
@@ -184,10 +184,10 @@ def _latent_shape(family, config, columns, rows, options):
     """(B, C, T), (B, C, H, W) or (B, C, F, H, W) of the latents."""
     frames, row, column = family.pixels(config)
     if options.frames > 1 and frames == 1:
-        raise ConfigError(f"--frames {options.frames}: {family.name} makes pictures. Leave it out.")
+        raise ConfigError(f"Leave out --frames: {family.name} generates images, and it is {options.frames}.")
     sizes = [-(-rows // row), -(-columns // column)]
     if len(family.patch_size(config)) == 3:
         sizes.insert(0, (options.frames - 1) // frames + 1)
-    if len(family.patch_size(config)) == 1:                    # sound, as long as the picture has tokens
+    if len(family.patch_size(config)) == 1:                    # audio, with as many latents as an image has tokens
         sizes = [sizes[0] * sizes[1]]
     return (options.batch, family.num_channels(config), *sizes)

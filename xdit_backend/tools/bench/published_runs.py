@@ -1,5 +1,4 @@
-"""Published measurements as rows: what a table of them says of a model, cards and degrees. Used by
-cost_model_accuracy.py."""
+"""Published measurements, read from tables as rows of model, GPUs, degrees and seconds."""
 
 import csv
 import math
@@ -8,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from ...planner.cost_model import Degrees, Job, ModelDims
 from ...protocol.errors import ConfigError
 
-DEGREES = ("cfg", "ulysses", "ring", "pipefusion", "tensor", "distrifusion")           # as the tables call them
-# Of the data sheets: dense 16-bit operations and bytes of memory a second.
-CARDS = {"A100-80G": (312e12, 1.9e12), "A100": (312e12, 1.9e12), "L40": (181e12, 0.864e12), "L20": (119.5e12, 0.864e12),
+DEGREES = ("cfg", "ulysses", "ring", "pipefusion", "tensor", "distrifusion")           # column names of the tables
+# from data sheets: dense 16-bit FLOP/s and memory bandwidth in bytes/s
+GPUS = {"A100-80G": (312e12, 1.9e12), "A100": (312e12, 1.9e12), "L40": (181e12, 0.864e12), "L20": (119.5e12, 0.864e12),
          "H100": (989e12, 3.35e12), "H20": (148e12, 4.0e12), "T4": (65e12, 0.3e12), "V100": (125e12, 0.9e12),
          "RTX 2000 Ada": (48e12, 0.224e12), "H200": (989e12, 4.8e12), "H800": (989e12, 3.35e12),
          "A800": (312e12, 2.0e12), "L40S": (362e12, 0.864e12), "A10": (125e12, 0.6e12), "RTX 4090": (165e12, 1.008e12),
@@ -29,15 +28,15 @@ def positive(text):
     return number
 
 
-# or without steps: only ratios to their one device can be predicted
+# models whose size or number of steps is unpublished: only ratios to their own single-device run can be predicted
 WITHOUT_SIZE = ("stepvideo-30b", "mochi-1")
-NEAR = 1.05                    # times the best that a choice may take and count as right
+NEAR = 1.05                    # ratio to the best time up to which a choice counts as right
 
 
 @dataclass(frozen=True)
 class Block:
-    """What a table's transformer is made of. feed_forward: its inner width, in widths. joint, skips: as Net's. mixers:
-    attentions of image tokens, each with a feed-forward."""
+    """Structure of a transformer block in a table. feed_forward: inner width as a multiple of the width. joint, skips:
+    as in ModelDims. mixers: attentions over image tokens, each with a feed-forward."""
 
     feed_forward: float = 4.0
     joint: bool = True
@@ -46,8 +45,8 @@ class Block:
 
     @property
     def elements(self):
-        """As Net's. Beside attentions and feed-forwards there are queries and results of cross-attention, and in half
-        of the blocks with skips a matrix that makes one width of two."""
+        """ModelDims.elements. In addition to attentions and feed-forwards: queries and results of cross-attention, and
+        with skips, in half of the blocks, a projection from two widths to one."""
         return self.mixers * (4 + 2 * self.feed_forward) + (0 if self.joint else 2) + (1 if self.skips else 0)
 
 
@@ -55,12 +54,13 @@ JOINT = Block()
 
 
 def dims(blocks, width, heads, billions, block=JOINT, **more):
-    """A transformer of a table, of so many blocks and billions of parameters. more: of Net."""
+    """ModelDims of a transformer in a table, with this many blocks and billions of parameters. more: fields of
+    ModelDims."""
     return ModelDims(blocks, width, heads, block.elements, billions * 1e9, joint=block.joint,
                skips=(blocks - 1) // 2 if block.skips else 0, **more)
 
 
-NETS = {
+MODELS = {
     "pixart-alpha": dims(28, 1152, 16, 0.61, Block(joint=False)),
     "sd3-medium": dims(24, 1536, 24, 2.03, shards_text=False, kernels=1.3),
     "flux.1-dev": dims(57, 3072, 24, 11.9),
@@ -84,8 +84,8 @@ RELATIVES = {"flux.1-schnell": "flux.1-dev", "chroma": "flux.1-dev", "qwen-image
              "consisid": "cogvideox-5b",
              "cogvideox1.5-5b": "cogvideox-5b", "cogvideox-2b": "cogvideox-5b", "wan2.1-1.3b": "wan2.1-14b"}
 
-# What the kernels of a block read and write, in its hidden states, as dry_run counts it of each published model's usual
-# job: of HunyuanDiT's more than of PixArt's, of Wan's most. A video's of CogVideoX 2B and of Wan 2.1 1.3B.
+# Memory traffic of a block's kernels as a multiple of its hidden states, as counted by the dry run of each published
+# model's usual job. HunyuanDiT's is larger than PixArt's, Wan's the largest. CogVideoX 2B and Wan 2.1 1.3B: a video.
 TRAFFIC = {"pixart-alpha": 70, "sd3-medium": 73, "flux.1-dev": 128, "hunyuandit": 108, "cogvideox-5b": 119,
            "latte-1": 124, "wan2.1-14b": 164, "sana-1.6b-4k": 159}
 
@@ -103,11 +103,11 @@ class Row:
     link: str
     machine: str
     layout: str
-    degrees: Degrees | None        # None: the best hybrid, which is not named
+    degrees: Degrees | None        # None: the best hybrid, not named in the source
     job: Job
     seconds: float
     held_out: bool
-    ratio_to: float | None = None  # the size or steps are not published, only this one device's seconds beside it
+    ratio_to: float | None = None  # size or steps unpublished: seconds of the source's single-device run
     predicted: float = field(default=math.nan)
 
     @property
@@ -116,8 +116,8 @@ class Row:
 
 
 def read_rows(path, left_out=None):
-    """The runs of a table that the cost model can be asked about.
-    left_out: a list to which is added why others are not among them."""
+    """The runs of a table that the cost model can predict. left_out: a list that receives the reasons why other lines
+    are left out."""
     rows = read_lines(path, row_of, [] if left_out is None else left_out)
     alone = {(row.model, row.job.compiled): row.seconds for row in rows if row.number == 1}
     for row in rows:
@@ -127,8 +127,8 @@ def read_rows(path, left_out=None):
 
 
 def read_lines(path, read, left_out):
-    """[read(line)] of a table, an empty or missing cell being as USUAL_CELLS has it.
-    What cannot be read is left out, with the reason."""
+    """[read(line)] of a table, with USUAL_CELLS for empty or missing cells. Invalid lines are left out, with the
+    reason."""
     rows = []
     with open(path, newline="", encoding="utf-8-sig") as file:
         for number, cells in enumerate(csv.DictReader(file), 2):
@@ -137,19 +137,19 @@ def read_lines(path, read, left_out):
             if line["exclude"]:
                 continue
             line["model"] = line.get("model", "").lower()
-            unknown = [f"{column} {line[column]!r}" for column, known in (("model", NETS), ("gpu", CARDS))
+            unknown = [f"{column} {line[column]!r}" for column, known in (("model", MODELS), ("gpu", GPUS))
                        if line.get(column, "") not in
                        (*known, *([""] if column == "gpu" and "gb" in cells else []))]
             try:
                 if unknown:
-                    raise ValueError(f"nothing is known of {' and '.join(unknown)}")
+                    raise ValueError(f"unknown {' and '.join(unknown)}")
                 rows.append(read(line))
             except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
                 what = f"there is no {error}" if isinstance(error, KeyError) else error
                 left_out.append(f"line {number} ({line['id'] or line['model']}) is left out: {what}")
     if not rows:
         raise ConfigError(f"--csv {path}: no line can be read. {'; '.join(left_out[:3]) or 'It has none'}. Known "
-                          f"models are {', '.join(NETS)}; known cards {', '.join(CARDS)}.")
+                          f"models are {', '.join(MODELS)}; known GPUs {', '.join(GPUS)}.")
     return rows
 
 
@@ -157,7 +157,7 @@ def row_of(line):
     degrees = None
     if not line["layout"].startswith("best"):
         degrees = degrees_of(line, "deg_")
-        # DistriFusion's authors, and who took it over from them, run one synchronous step more than the warm-up has.
+        # DistriFusion's authors, and others who copied them, run one more synchronous step than the warm-up has.
         warmup_steps = warmup_of(line) + (degrees.displaced > 1)
         degrees = replace(degrees, num_patches=int(line["patches"]), warmup_steps=warmup_steps)
     megapixels = 0.0
@@ -180,8 +180,7 @@ def degrees_of(line, prefix=""):
 
 
 def warmup_of(line):
-    """Warm-up steps, corrected where the timings prove the table's assumption wrong:
-    no schedule with so many could be as fast."""
+    """Warm-up steps, corrected where the timings contradict the table: no schedule with that many could be as fast."""
     legacy = "legacy" in line["source"] or "arXiv 2405.14430" in line["source"]
     if "not given" in line["note"] or "warm-up steps no" in line["note"]:
         return 2
@@ -191,7 +190,7 @@ def warmup_of(line):
 
 
 def collective_of(row):
-    """(collective, group size) of a run by one method that has the whole group; None of others."""
+    """(collective, group size) of a run that uses a single method over all devices; None for others."""
     if row.degrees is None:
         return None
     used = [(name, getattr(row.degrees, name)) for name in (*COLLECTIVES, "cfg", "pipefusion")

@@ -1,9 +1,9 @@
-"""Tell what stale keys and values do to pictures: PipeFusion and displaced patches against one device, on the trained
+"""Measure how stale keys and values change images: PipeFusion and displaced patches against one device, on the trained
 demo model.
 
-The same prompts and seeds are drawn by one worker, by a pipeline of two and by displaced patches under each setting,
-and by naive patches, which never see each other. Prints a table in Markdown and writes a contact sheet. A U-Net
-(--model) has no pipeline.
+The same prompts and seeds are sampled by one worker, by a pipeline of two and by displaced patches under each setting,
+and by naive patches, which never see each other. Prints a Markdown table and writes a contact sheet. A U-Net (--model)
+has no pipeline.
 """
 
 import dataclasses
@@ -40,32 +40,32 @@ def add_arguments(parser):
     parser.add_argument("--model", type=Path, default=DEMO, metavar="FILE",
                         help="the demo model, or one trained by python -m xdit_backend.demo_model.small")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
-                        help="auto: CUDA where there is a device")
+                        help="auto: CUDA if available")
     parser.add_argument("--threads", type=int, default=1, help="threads of a CPU worker")
-    parser.add_argument("--prompts", type=int, default=256, help="how many of the 256 prompts")
-    parser.add_argument("--batch", type=int, default=16, help="prompts drawn at once")
-    parser.add_argument("--steps", type=int, default=20, help="steps of a picture")
-    parser.add_argument("--sampler", choices=SAMPLERS, default="euler", help="what takes them")
+    parser.add_argument("--prompts", type=int, default=256, help="how many of the 256 prompts to use")
+    parser.add_argument("--batch", type=int, default=16, help="prompts sampled at once")
+    parser.add_argument("--steps", type=int, default=20, help="sampling steps")
+    parser.add_argument("--sampler", choices=SAMPLERS, default="euler", help="sampler")
     parser.add_argument("--guidance", type=float, default=3.0, help="scale of classifier-free guidance")
     parser.add_argument("--patches", type=int, nargs="*", default=(2, 4, 8), help="num_patches to try")
     parser.add_argument("--displaced", type=int, nargs="*", default=(2, 4, 8),
-                        help="displaced_degree to try, each as many workers")
+                        help="displaced_degree to try, each with as many workers")
     parser.add_argument("--displaced-modes", choices=tuple(MODES), nargs="+", default=tuple(MODES)[:1], metavar="NAME",
                         help="displaced_mode to try: " + ", ".join(MODES))
     parser.add_argument("--warmup-steps", type=int, nargs="+", default=(0, 1, 2, 3, 4), help="warmup_steps to try")
-    parser.add_argument("--forecast", type=float, nargs="+", default=(0.0,),
-                        help="forecast of stale keys and values to try")
+    parser.add_argument("--forecast", dest="extrapolation", type=float, nargs="+", default=(0.0,),
+                        help="forecast_keys_values (extrapolation of stale keys and values) to try")
     parser.add_argument("--exchange", choices=EXCHANGES[1:], nargs="*", default=(), metavar="FORM",
-                        help="forms in which tensors travel to try, with Ulysses 2 and Ring 2: "
+                        help="communication dtypes to try, with Ulysses 2 and Ring 2: "
                              + ", ".join(EXCHANGES[1:]))
-    parser.add_argument("--sheet", type=Path, default=Path("quality.png"), help="where the contact sheet goes")
+    parser.add_argument("--sheet", type=Path, default=Path("quality.png"), help="file of the contact sheet")
 
 
 def main(options):
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     recogniser, labels, prompts, data = load_recogniser()
     if not NUM_SHOWN <= options.prompts <= len(prompts):
-        raise ConfigError(f"prompts={options.prompts} is not from {NUM_SHOWN} to {len(prompts)}.")
+        raise ConfigError(f"Use --prompts from {NUM_SHOWN} to {len(prompts)}: it is {options.prompts}.")
     prompts, labels = prompts[:options.prompts], labels[:options.prompts]
     tried = settings(options)
     images = draw_all(tried, prompts, open_checkpoint(str(options.model)).family, options)
@@ -91,7 +91,8 @@ def load_recogniser():
 
 @dataclass(frozen=True)
 class Setting:
-    """A way to draw: run(client of so many workers, call, sigmas) -> latent. num_patches: whose borders may show."""
+    """A sampling method: run(client with this many workers, call, sigmas) -> latent. num_patches: whose borders may be
+    visible."""
 
     num_workers: int
     run: object
@@ -99,7 +100,7 @@ class Setting:
 
 
 def settings(options):
-    """{name: Setting} of everything that is compared, one device first."""
+    """{name: Setting} of everything to compare, one device first."""
     header = open_checkpoint(str(options.model))
     family = header.family
     dtypes = ("float32", "float32")
@@ -115,18 +116,18 @@ def settings(options):
             return latent
         return run
 
-    whole = run(one_spec, Method(Layout()))
-    found = {ONE: Setting(1, whole)}
+    one = run(one_spec, Method(Layout()))
+    found = {ONE: Setting(1, one)}
     for num_patches, warmup_steps, extrapolation in itertools.product(
         options.patches if staged else (), options.warmup_steps, options.extrapolation):
-        name = f"M={num_patches}, W={warmup_steps}" + (f", forecast {extrapolation:g}" if extrapolation else "")
+        name = f"M={num_patches}, W={warmup_steps}" + (f", extrapolation {extrapolation:g}" if extrapolation else "")
         method = Method(Layout(pipefusion_degree=2), warmup_steps, cut_patches(shape, (2, 2), num_patches),
                         extrapolation)
         found[name] = Setting(2, run(staged, method), num_patches)
     num_heads = family.num_heads(header.config)
     if options.exchange and num_heads and num_heads % 2:
-        raise ConfigError(f"Leave out --exchange, or name a model with an even number of heads: what travels is tried "
-                          f"with Ulysses 2 too, which cannot share out the {num_heads} attention heads of "
+        raise ConfigError(f"Leave out --exchange, or name a model with an even number of heads: it is also tried with "
+                          f"Ulysses 2, which cannot split the {num_heads} attention heads of "
                           f"{options.model.name}.")
     for axis, exchange in itertools.product(("ulysses", "ring") if staged else (), options.exchange):
         found[f"{axis.title()} 2, {exchange}"] = Setting(2, exchanging(
@@ -136,40 +137,41 @@ def settings(options):
                                                                   options.extrapolation):
         if (family.is_unet and cut_bands(SIDE, degree,
                                          2 ** (family.plan.num_levels(family.config(header.shapes)) - 1)) is None):
-            raise ConfigError(f"--displaced {degree} is too much for the {SIDE} rows of a latent of "
-                              f"{options.model.name}.")
+            raise ConfigError(f"Use a --displaced below {degree}: the {SIDE} latent rows of {options.model.name} "
+                              f"cannot be split that far.")
         name = (f"displaced, N={degree}, W={warmup_steps}" + (f", {mode}" if len(options.displaced_modes) > 1 else "")
-                + (f", forecast {extrapolation:g}" if extrapolation else ""))
+                + (f", extrapolation {extrapolation:g}" if extrapolation else ""))
         method = Method(Layout(displaced_degree=degree), warmup_steps, None, extrapolation, displaced_mode=mode)
         found[name] = Setting(degree, run(one_spec, method), degree)
-    return found | {f"naive patches, M={count}": Setting(1, naive(whole, count), count) for count in options.patches}
+    return found | {f"naive patches, M={count}": Setting(1, naive(one, count), count) for count in options.patches}
 
 
 def exchanging(run, exchange):
-    """run(client, call, sigmas), where attention's tensors travel in this form."""
+    """run(client, call, sigmas) with this communication dtype of attention's tensors."""
     return lambda client, call, sigmas: run(client, dataclasses.replace(call, exchange=exchange), sigmas)
 
 
 def naive(run, num_patches):
-    """run(client, call, sigmas) of each patch by itself: they never see each other (DistriFusion's naive patches)."""
+    """run(client, call, sigmas) of each patch by itself: patches never see each other (DistriFusion's naive
+    patches)."""
     return lambda client, call, sigmas: torch.cat(
         [run(client, Call(strip.contiguous(), call.timestep, call.conditioning), sigmas)
          for strip in call.latent.chunk(num_patches, dim=2)], dim=2)
 
 
 def draw_all(tried, prompts, family, options):
-    """{name: pictures} under these Settings, by one worker group at a time, since each worker takes memory."""
-    drawn = {}
+    """{name: images} under these Settings, with one worker group at a time to limit memory."""
+    images = {}
     for size in sorted({setting.num_workers for setting in tried.values()}):
         client = start_clients({size}, count_cuda(options.device))[size]
         try:
             for name, setting in tried.items():
                 if setting.num_workers == size:
                     print(f"\r{name:<40}", end="", file=sys.stderr, flush=True)
-                    drawn[name] = decode(draw(client, setting.run, prompts, family, options))
+                    images[name] = decode(draw(client, setting.run, prompts, family, options))
         finally:
             client.close()
-    return {name: drawn[name] for name in tried}
+    return {name: images[name] for name in tried}
 
 
 def draw(client, run, prompts, family, options):
@@ -183,23 +185,23 @@ def draw(client, run, prompts, family, options):
 
 
 def noise_of(numbers):
-    """The noise [B, 16, 16, 16] that prompts of these numbers begin with."""
+    """The initial noise [B, 16, 16, 16] of prompts with these numbers."""
     return torch.stack([torch.randn(CHANNELS, SIDE, SIDE, generator=torch.Generator().manual_seed(number))
                         for number in numbers])
 
 
 def conditioning_of(family, prompts):
-    """A family's conditioning of the prompts, then as often of none, for classifier-free guidance."""
+    """A family's conditioning of the prompts, followed by as many empty prompts, for classifier-free guidance."""
     context, pooled = load_text_encoder().encode([*prompts, *[""] * len(prompts)])
-    given = {"context": unet_context(context) if family.is_unet else context, "y": pooled}
-    return {name: given[name] for name in given if name in family.conditioning}
+    tensors = {"context": unet_context(context) if family.is_unet else context, "y": pooled}
+    return {name: tensors[name] for name in tensors if name in family.conditioning}
 
 
 @torch.no_grad()
 def decode(latents):
-    """Pictures [B, 3, 128, 128] in -1..1."""
+    """Images [B, 3, 128, 128] in -1..1."""
     tensors = load_file(WEIGHTS / "vae" / "xdit_demo_vae.safetensors")
-    # the others are the host's
+    # the others belong to the host
     weights = {name: tensor for name, tensor in tensors.items() if name.startswith("taesd_")}
     autoencoder = load_autoencoder(weights, torch.float32, torch.device("cpu"))
     return torch.cat([autoencoder.decode(some).sample.clamp(-1, 1) for some in latents.float().split(16)])
@@ -207,10 +209,9 @@ def decode(latents):
 
 @torch.no_grad()
 def compare(images, reference, num_patches, recogniser, labels):
-    """Means over the pictures: PSNR in dB, SSIM (Z. Wang et al. 2004), seam, the share that is named as its prompt.
+    """Means over the images: PSNR in dB, SSIM (Z. Wang et al. 2004), seam, and the fraction recognised as their prompt.
 
-    seam: the step in brightness from row to row across the patches' borders, in units of the reference's at the same
-    rows.
+    seam: brightness step between rows across patch borders, in units of the reference's at the same rows.
     """
     from skimage.metrics import structural_similarity
     error = ((images - reference) / 2).square().mean((1, 2, 3)).clamp(min=1e-10)
@@ -228,13 +229,13 @@ def compare(images, reference, num_patches, recogniser, labels):
 
 @torch.no_grad()
 def moments(images, recogniser):
-    """(mean [64], covariance [64, 64]) of the pictures' features."""
+    """(mean [64], covariance [64, 64]) of the images' features."""
     features = recogniser(images)[0]
     return features.mean(0), features.T.cov()
 
 
 def frechet_distance(moments_a, moments_b):
-    """Between two normal distributions (M. Heusel et al. 2017, equation 6)."""
+    """Fréchet distance of two normal distributions (M. Heusel et al. 2017, equation 6)."""
     (mean_a, covariance_a), (mean_b, covariance_b) = moments_a, moments_b
     values, vectors = torch.linalg.eigh(covariance_a.double())
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
@@ -257,7 +258,7 @@ def print_table(rows, recogniser, images, data, options):
 
 
 def write_sheet(path, images, prompts):
-    """A row a prompt, a column a setting, with their names."""
+    """Write a contact sheet: a row per prompt, a column per setting, with labels."""
     from PIL import Image, ImageDraw
     left, top, side = 190, 24, 128
     sheet = Image.new("RGB", (left + (side + 4) * len(images), top + (side + 4) * len(prompts)), "white")
@@ -268,8 +269,8 @@ def write_sheet(path, images, prompts):
             pixels = ((some[row] + 1) * 127.5).round().byte().permute(1, 2, 0).numpy()
             sheet.paste(Image.fromarray(pixels), (left + column * (side + 4), top + row * (side + 4)))
     for row, prompt in enumerate(prompts):
-        words, lines = prompt.split(), [""]
-        for word in words:
+        lines = [""]
+        for word in prompt.split():
             lines = [*lines[:-1], f"{lines[-1]} {word}".strip()] if len(lines[-1]) + len(word) < 28 else [*lines, word]
         pen.text((6, top + row * (side + 4) + 6), "\n".join(lines), fill="black")
     sheet.quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(path, optimize=True)

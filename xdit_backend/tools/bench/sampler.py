@@ -1,9 +1,8 @@
-"""Samplers over a worker group, each patch going on as soon as its own prediction is there. Used by pipefusion and
-quality.
+"""Samplers over a worker group, in which each patch advances as soon as its own prediction arrives.
 
-A sampler is a function of one piece of the latent: step(x, sigma, following, prediction, before, noise) -> (x at
-`following`, what it wants to be given as `before` in the next step). Latents are (1 - sigma) picture + sigma noise,
-predictions velocities.
+A sampler is a function of one patch of the latent: step(x, sigma, following, prediction, before, noise) -> (x at
+`following`, the value of `before` for the next step). Latents are (1 - sigma) image + sigma noise, predictions
+velocities.
 """
 
 import dataclasses
@@ -36,7 +35,7 @@ def dpmpp_2m(x, sigma, following, prediction, before, noise):
 
 
 def euler_ancestral(x, sigma, following, prediction, before, noise):
-    """Euler steps that go below the next sigma and come back by fresh noise (eta 1), for latents as above."""
+    """Euler steps that go below the next sigma and return to it with fresh noise (eta 1), for latents as above."""
     image = x - sigma * prediction
     if following == 0:
         return image, None
@@ -51,7 +50,7 @@ SAMPLERS = {function.__name__: function for function in (euler, dpmpp_2m, euler_
 
 @dataclass(frozen=True)
 class Model:
-    """What is sampled from. num_channels: of a prediction. time_scale: timestep at sigma 1."""
+    """The model to sample from. num_channels: of a prediction. time_scale: timestep at sigma 1."""
 
     spec: ModelSpec
     num_channels: int
@@ -60,8 +59,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a latent goes down the sigmas. step_by: one of SAMPLERS. guidance: the scale of classifier-free guidance; the
-    call's conditioning is then of twice as many rows as its latent, the unconditional ones last."""
+    """The schedule of a run. step_by: one of SAMPLERS. guidance: scale of classifier-free guidance; the call's
+    conditioning then has twice as many rows as its latent, the unconditional ones last."""
 
     sigmas: list
     guidance: float | None = None
@@ -72,13 +71,13 @@ class Sampling:
         return len(self.sigmas) - 1
 
     def call(self, call, latent, step, time_scale):
-        """The Call of a step, on a latent or a piece of it."""
+        """The Call of a step, on a latent or a patch of it."""
         latent = latent if self.guidance is None else torch.cat([latent, latent])
         timestep = torch.full((len(latent),), self.sigmas[step] * time_scale, dtype=latent.dtype)
         return dataclasses.replace(call, latent=latent.clone(), timestep=timestep)
 
     def stepped(self, latent, step, prediction, before, noise):
-        """(the latent after a step, `before` of the next one). noise: as `noise` returns it, of the same rows."""
+        """(latent after a step, `before` of the next one). noise: as `noise` returns it, for the same rows."""
         if self.guidance is not None:
             conditional, unconditional = prediction.chunk(2)
             prediction = unconditional + self.guidance * (conditional - unconditional)
@@ -86,7 +85,7 @@ class Sampling:
                             noise)
 
     def noise(self, latent, step):
-        """Fresh noise of a step for the whole latent; None where the sampler takes none."""
+        """Fresh noise of a step for the full latent; None if the sampler needs none."""
         if self.step_by is not euler_ancestral:
             return None
         return torch.randn(latent.shape, generator=torch.Generator().manual_seed(10 ** 6 + step)).to(latent.dtype)
@@ -94,11 +93,12 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Method:
-    """How workers share a run. patches: of partition.cut_patches; None: every step is whole and nothing is kept.
+    """The parallel method of a run. patches: from partition.cut_patches; None: every step is synchronous and nothing is
+    cached.
 
-    forecast: of stale keys and values, docs/design/pipefusion.md. by_image: the images of a batch follow one
-    another through the stages. With displaced patches in the layout, steps after the warm-up are stale, and never the
-    first; displaced_mode is how.
+    extrapolation: of stale keys and values, docs/design/pipefusion.md. by_image: the images of a batch pass
+    through the stages one after the other. With displaced patches in the layout, steps after the warm-up are stale,
+    except the first; displaced_mode selects how.
     """
 
     layout: Layout
@@ -109,7 +109,7 @@ class Method:
     displaced_mode: str = "corrected_async_gn"
 
     def num_synchronous(self, num_steps):
-        """Steps of a run that are not cut into patches."""
+        """Steps of a run that are not split into patches."""
         return num_steps if self.patches is None else min(self.warmup_steps, num_steps)
 
 
@@ -122,7 +122,7 @@ def sample(client, model, call, sampling, method):
 
 
 def _synchronous_steps(client, model, call, sampling, method):
-    """(the latent after the whole steps, `before` of the next one)."""
+    """(latent after the synchronous steps, `before` of the next one)."""
     displaced = method.layout.displaced_degree > 1
     num_synchronous = synchronous_steps(sampling.num_steps, method.warmup_steps)
     layout = warmup_layout(method.layout, model.spec.stages) if model.spec.stages else method.layout
@@ -138,16 +138,16 @@ def _synchronous_steps(client, model, call, sampling, method):
 
 
 def _patched_steps(client, model, call, sampling, method, before):
-    """The latent after the further steps, in which each patch goes on as soon as its own prediction is there."""
+    """The latent after the remaining steps, in which each patch advances as soon as its own prediction arrives."""
     patches, x, num_steps = method.patches, call.latent, sampling.num_steps
     dim = patches[0][0].dim
-    pieces = [x.narrow(dim, patch.start, rows) for patch, rows in patches]
+    latents = [x.narrow(dim, patch.start, rows) for patch, rows in patches]
     histories = [before and (before[0].narrow(dim, patch.start, rows), *before[1:]) for patch, rows in patches]
     steps, in_flight = [method.num_synchronous(num_steps)] * len(patches), {}
 
     def submit(index):
         if steps[index] < num_steps:
-            requested = sampling.call(call, pieces[index], steps[index], model.time_scale)
+            requested = sampling.call(call, latents[index], steps[index], model.time_scale)
             forward = ForwardPass(patches[index][0], extrapolation=method.extrapolation)
             in_flight[client.submit(model.spec, method.layout, model.num_channels, [requested], forward)] = index
 
@@ -158,9 +158,9 @@ def _patched_steps(client, model, call, sampling, method, before):
         index = in_flight.pop(handle)
         patch, rows = patches[index]
         noise = sampling.noise(x, steps[index])
-        pieces[index], histories[index] = sampling.stepped(
-            pieces[index], steps[index], predictions[0], histories[index],
+        latents[index], histories[index] = sampling.stepped(
+            latents[index], steps[index], predictions[0], histories[index],
             noise if noise is None else noise.narrow(dim, patch.start, rows))
         steps[index] += 1
         submit(index)
-    return torch.cat(pieces, dim)
+    return torch.cat(latents, dim)

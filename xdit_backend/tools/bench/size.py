@@ -1,10 +1,10 @@
-"""Say what a model at its full size asks of each device, without any: bytes held and sent, operations, kernels, and
-what bounds a step.
+"""Estimate what a full-size model needs on each device, without running it: memory, communication, operations, kernels,
+and the bottleneck of a step.
 
-MODEL is the name of a published model (one that is not known is answered with those that are), or a safetensors or
-GGUF file or a diffusers folder, of which only the header is read. The workers' own code runs on tensors that have
-shapes and no numbers; no GPU, no weights and no ComfyUI are needed. Without --machine the devices are eight RTX 4090 of
-24 GB over PCIe 4, by their data sheet.
+MODEL is the name of a published model (an unknown name lists the known ones), or a safetensors or GGUF file or a
+diffusers folder, of which only the header is read. The workers' own code runs on tensors that have shapes but no
+values; no GPU, no weights and no ComfyUI are needed. Without --machine the devices are eight RTX 4090 with 24 GB over
+PCIe 4, with the rates of the data sheet.
 """
 
 import dataclasses
@@ -35,62 +35,62 @@ from ..dry_run.published_models import PUBLISHED
 from ..dry_run.simulated_rank import check_layout, count, outline, stage_ranks, world_size_of
 from .fits import Fit, auto_fit, collective_of, config_of
 from .plan import WEIGHT_TYPES, image_size, most_common
-from .published_runs import CARDS
+from .published_runs import GPUS
 
 AXES = ("cfg", "data", "ulysses", "ring", "pipefusion", "tensor", "displaced")
-AUTO = "auto"                              # what the node takes by itself
+AUTO = "auto"                              # the node's own choice
 LAYOUTS = "one", "ulysses2", "ring2", "pipefusion2", "tensor2", "displaced2"
 OF_UNETS = "one", "cfg2", "displaced2"
-IN_FILES = *FORMATS, *gguf.PACKED        # how weights may be in a file alone
-NUM_CARDS, CARD_BYTES = 8, 24e9
-PCIE_BYTES_S = 12e9                        # of PCIe 4 by way of host memory, for each of COLLECTIVES
-# seconds that a host takes to launch a kernel, of the device's for the kernels of a block
+IN_FILES = *FORMATS, *gguf.PACKED        # types that weights can only have in a file
+NUM_GPUS, GPU_BYTES = 8, 24e9
+PCIE_BYTES_S = 12e9                        # of PCIe 4 through system RAM, for each of COLLECTIVES
+# kernels of a block, to derive the host's launch time per kernel from the device's block_launch_s
 LAUNCHES_OF_A_BLOCK = 130
 GIB, MIB = 2 ** 30, 2 ** 20
-# times as fast as products in 16 bits, by the data sheet of an RTX 4090; the formats that it has no products in are
-# unpacked, in the time that memory takes
+# speedup over 16-bit matrix multiplications by the data sheet of an RTX 4090; formats without native support are
+# unpacked, at the cost of memory traffic
 PRODUCTS_4090 = {"float8_e4m3fn": 2.0, "float8_e5m2": 2.0, "int8_tensorwise": 4.0, "convrot_w4a4": 4.0}
 
 
 def add_arguments(parser):
     parser.add_argument("model", metavar="MODEL", help="a published model's name, or a file or folder")
     parser.add_argument("--layouts", nargs="+", metavar="NAME",
-                        help="one, or axes and degrees, as ulysses2 or pipefusion2-ulysses2, or auto: what xDiT "
-                             "Parallel Config takes by itself on all devices of the machine before it measures "
-                             "them (default: auto with --machine, one device, and each method on two)")
+                        help="one, or axes with degrees such as ulysses2 or pipefusion2-ulysses2, or auto: the choice "
+                             "of xDiT Parallel Config on all devices of the machine before they are measured "
+                             "(default: auto with --machine, one device, and each method on two)")
     add_run_arguments(parser)
-    parser.add_argument("--patches", type=int, default=0, help="of PipeFusion; 0: two a stage")
+    parser.add_argument("--patches", type=int, default=0, help="PipeFusion patches; 0: two per stage")
     parser.add_argument("--weight-dtype", choices=[*WEIGHT_TYPES, *TYPES, *IN_FILES], metavar="TYPE",
-                        help="how the weights are held, a format of ComfyUI's or a type of GGUF too "
+                        help="type of the weights; also a ComfyUI format or a GGUF type "
                              "(default: as in the file, or bf16)")
     parser.add_argument("--weights-memory", default=ParallelConfig().weights_memory, metavar="GB",
-                        help="of each device, that weights may take, as in xDiT Parallel Config: others come from host "
-                             "memory in every step (default: auto, what the run leaves)")
+                        help="resident weights per device, as in xDiT Parallel Config; the others are offloaded to "
+                             "system RAM and streamed at every step; auto: the memory that the run leaves")
     parser.add_argument("--machine", type=Path, metavar="FILE",
-                        help="JSON that describes devices and links, see docs/benchmarks.md")
+                        help="JSON description of devices and links, see docs/benchmarks.md")
     parser.add_argument("--waits", action="store_true",
-                        help="also where the host waits for the device, and copies that are not asynchronous")
+                        help="also list where the host waits for the device, and synchronous copies")
 
 
 def add_run_arguments(parser):
-    """What subject_of asks of a run, for bench card too."""
-    parser.add_argument("--size", metavar="WxH", help="of the picture or video, in pixels (default: the model's usual)")
-    parser.add_argument("--frames", type=int, metavar="N", help="of the video (default: the model's usual)")
+    """Add the options of a run that subject_of reads."""
+    parser.add_argument("--size", metavar="WxH", help="image or video size in pixels (default: the model's usual size)")
+    parser.add_argument("--frames", type=int, metavar="N", help="frames of the video (default: the model's usual)")
     parser.add_argument("--text", type=int, metavar="N", help="text tokens (default: the model's usual)")
     parser.add_argument("--branches", type=int, choices=(1, 2),
-                        help="2 with classifier-free guidance (default: 1 where guidance is built in)")
+                        help="2 with classifier-free guidance (default: 1 if guidance is embedded)")
 
 
 def main(options):
     machine = usual_machine() if options.machine is None else read_machine(options.machine)
     subject = dataclasses.replace(subject_of(options), capabilities=tuple(map(capability_of, machine.devices)))
-    print(subject.words)
+    print(subject.title)
     print(f"on {len(machine.devices)} x {machine.devices[0].name or 'a device'}, "
-          f"{machine.devices[0].memory_bytes / 1e9:.3g} GB. A step after the first; seconds are the least that what "
-          f"bounds it allows.")
+          f"{machine.devices[0].memory_bytes / 1e9:.3g} GB. A step after the first; seconds are a lower bound, by the "
+          f"bottleneck.")
     if subject.dims is not None and subject.dims.formats:
         print(describe_product(subject.dims, machine.devices[0]))
-    print(f"{'layout':<24} {'rank':>4} {'weights':>8} {'kept':>7} {'peak':>7} GiB {'TFLOP':>9} {'MiB sent':>9} "
+    print(f"{'layout':<24} {'rank':>4} {'weights':>8} {'cached':>7} {'peak':>7} GiB {'TFLOP':>9} {'MiB sent':>9} "
           f"{'exchanges':>9} {'kernels':>8} {'GB moved':>9} {'s':>8}  bound by")
     answers, waits = [], {}
     is_unet = subject.checkpoint.family.is_unet
@@ -114,7 +114,8 @@ def main(options):
 
 @dataclass(eq=False)
 class Subject:
-    """What is counted. checkpoint: also published_models.Unwritten. words: what it is, for a person."""
+    """The model and run to be counted. checkpoint: a Checkpoint or published_models.Unwritten. title: text for the
+    user."""
 
     checkpoint: Any
     storage: str
@@ -122,32 +123,32 @@ class Subject:
     quantisation: str
     run: Run
     text: int
-    words: str
+    title: str
     weights_memory: str = ParallelConfig().weights_memory
-    capabilities: tuple = (None,)                              # of the devices, as kitchen_layers.products_on's
+    capabilities: tuple = (None,)                              # of the devices, as in kitchen_layers.products_on
 
     def spec(self, stages=None, tensor_degree=1, num_bytes=0):
-        """num_bytes: ModelSpec.weights_memory."""
+        """The ModelSpec. num_bytes: ModelSpec.weights_memory."""
         return self.checkpoint.spec(self.storage, self.compute, stages, tensor_degree, self.quantisation,
                                     weights_memory=num_bytes)
 
     def plan_of(self, tensor_degree, budget_bytes, blocks=None):
-        """The OffloadPlan of a rank whose weights may take so many bytes of its device. blocks: None: all."""
+        """The OffloadPlan of a rank whose weights may take budget_bytes of its device. blocks: None: all."""
         return offload_plan(self.model, self.checkpoint.family, self.spec(None, tensor_degree), budget_bytes, blocks)
 
     @functools.cached_property
     def model(self):
-        """diffusers' model on the meta device, with weights as they are held."""
+        """diffusers' model on the meta device, with weights in their stored types."""
         return outline(self.checkpoint, self.spec())[0]
 
     @functools.cached_property
     def dims(self):
-        """The Net of the cost model; None of a U-Net."""
+        """The ModelDims of the cost model; None for a U-Net."""
         family = self.checkpoint.family
         return None if family.is_unet else dims_of(family, self.model, self.spec(), self.capabilities)
 
     def placement(self, config, devices):
-        """The Spread of the weights over devices, as the node has it under a ParallelConfig."""
+        """The node's WeightPlacement over devices under a ParallelConfig."""
         family = self.checkpoint.family
         if family.is_unet:
             return EVERYWHERE
@@ -157,21 +158,21 @@ class Subject:
             "pipefusion" not in family.refused, usual_branches(self.checkpoint.config), has_own_memory=True)
 
     def layout_in(self, config, placement, devices, branches):
-        """The Layout of a run of so many branches on these devices, as the node has it before it has measured them."""
+        """The node's Layout for a run with this many branches on devices that have not been measured."""
         family, model = self.checkpoint.family, self.checkpoint.config
         attention = AttentionHeads(family.name, family.num_heads(model), family.num_key_heads(model),
                                    "ulysses" not in family.refused)
         return choose_layout(config, len(devices), branches, attention, placement)
 
     def check(self, layout, machine):
-        """Raise ConfigError where a layout cannot be, for the model or on the machine."""
+        """Raise ConfigError if a layout is invalid for the model or on the machine."""
         if world_size_of(layout) > len(machine.devices):
             raise ConfigError(f"it takes {world_size_of(layout)} devices, and there are {len(machine.devices)}.")
         check_layout(self.checkpoint, layout)
 
 
 def subject_of(options):
-    """The Subject that the options mean. Raises ConfigError for what is not known."""
+    """The Subject of the command's options. Raises ConfigError for unknown values."""
     name = options.model.lower()
     published = PUBLISHED.get(name)
     if published is None and not Path(options.model).exists():
@@ -181,8 +182,8 @@ def subject_of(options):
     if published is None:
         checkpoint, storage = open_checkpoint(options.model), WEIGHT_TYPES.get(wanted)
         if wanted in IN_FILES:
-            raise ConfigError(f"--weight-dtype {wanted} is how a file is, and not what it is made when it is loaded. "
-                              f"Give such a file, or the name of a published model.")
+            raise ConfigError(f"Use a file of type {wanted}, or the name of a published model: --weight-dtype {wanted} "
+                              f"is a type of files, and weights are not converted to it when they are loaded.")
         storage = "bfloat16" if quantisation else storage or most_common(checkpoint)
     else:
         checkpoint = published.checkpoint(name, wanted if wanted in IN_FILES else "BF16")
@@ -196,14 +197,14 @@ def subject_of(options):
     shape = latent_shape(family, config, size, frames)
     run = Run(shape, *conditioning_shapes(family, config, shape, text), branches=branches,
               num_patches=options.patches, extrapolation=config_of(Layout()).forecast_keys_values)
-    words = (f"{family.name}, {size[0]}x{size[1]}{f', {frames} frames' if frames > 1 else ''}, {text} text tokens, "
+    title = (f"{family.name}, {size[0]}x{size[1]}{f', {frames} frames' if frames > 1 else ''}, {text} text tokens, "
              f"{branches} branch{'es' if branches > 1 else ''}, weights {wanted or storage}")
     check_weights_memory(options.weights_memory)
-    return Subject(checkpoint, storage, compute, quantisation, run, text, words, options.weights_memory)
+    return Subject(checkpoint, storage, compute, quantisation, run, text, title, options.weights_memory)
 
 
 def rows(name, fit):
-    """(line of the table, waits) of the first rank of a layout, the last, and the one whose stage has most weights."""
+    """(line of the table, waits) of a layout's first rank, its last, and the one whose stage has the most weights."""
     subject, layout, machine = fit.subject, fit.layout, fit.machine
     spec = subject.spec(fit.stages, layout.tensor_degree, fit.weights_memory)
     memory = [device.memory_bytes * FULL for device in machine.devices[:world_size_of(layout)]]
@@ -218,14 +219,14 @@ def rows(name, fit):
 
 
 def describe_product(dims, device):
-    """How fast a device multiplies with a model's weights."""
-    words = [f"{format_} ({share:.0%} of their numbers) {device.products.get(format_, 1.0):.3g} times as fast as in 16 "
-             "bits" for format_, share in dims.formats.items()]
-    return f"Products with these weights: {'; '.join(words)}."
+    """Text about the speed of matrix multiplications with a model's weights."""
+    texts = [f"{format_} ({share:.0%} of their elements) {device.products.get(format_, 1.0):.3g} times as fast as in "
+             "16 bits" for format_, share in dims.formats.items()]
+    return f"Matrix multiplications with these weights: {'; '.join(texts)}."
 
 
 def bounds(counted, layout, machine, dims=None):
-    """{what may bound a step: the least seconds that it takes}. net: of the model; None: of 16 bits."""
+    """{possible bottleneck: lower bound in seconds of a step}. dims: of the model; None: 16-bit weights."""
     device, degree = machine.devices[0], world_size_of(layout)
     flops = counted.flops - counted.attention_flops
     arithmetic_s = ((flops / device.matrix_flops_s if dims is None else device.product_s(dims, flops))
@@ -246,20 +247,20 @@ def bounds(counted, layout, machine, dims=None):
 
 
 def capability_of(device):
-    """(major, minor) of a cost_model.Device; None: not known."""
+    """(major, minor) of a cost_model.Device; None: unknown."""
     return divmod(round(10 * device.capability), 10) if device.capability else None
 
 
 def usual_machine():
-    """What is taken where no machine is described."""
-    matrix_flops_s, memory_bytes_s = CARDS["RTX 4090"]
-    device = Device(matrix_flops_s, matrix_flops_s, memory_bytes_s, name="RTX 4090", memory_bytes=CARD_BYTES,
+    """The Machine used without --machine."""
+    matrix_flops_s, memory_bytes_s = GPUS["RTX 4090"]
+    device = Device(matrix_flops_s, matrix_flops_s, memory_bytes_s, name="RTX 4090", memory_bytes=GPU_BYTES,
                     host_bytes_s=PCIE_BYTES_S, products=PRODUCTS_4090, capability=8.9)
-    return Machine((device,) * NUM_CARDS, Links({(collective, 2): PCIE_BYTES_S for collective in COLLECTIVES}))
+    return Machine((device,) * NUM_GPUS, Links({(collective, 2): PCIE_BYTES_S for collective in COLLECTIVES}))
 
 
 def parse_layout(name):
-    """The Layout of a name such as "one" or "pipefusion2-ulysses2". Raises ConfigError for others."""
+    """The Layout for a name such as "one" or "pipefusion2-ulysses2". Raises ConfigError for others."""
     degrees = {}
     for part in [] if name == "one" else name.split("-"):
         axis = part.rstrip("0123456789")

@@ -1,8 +1,8 @@
-"""Time how long workers take to start, and what memory their processes hold together.
+"""Time the start of workers, and measure the memory of their processes.
 
-Of each number of workers: the first group of a host, which waits for the libraries; the next one; and one whose workers
-are programs of their own, as before forking and where it is not safe. All in turns. Memory is the proportional set
-size: a page that several processes have is shared out among them.
+For each number of workers: the first group of a host, which waits for library imports; the next one; and one whose
+workers are separate programs, as where forking is not safe. They are interleaved. Memory is the proportional set size:
+a page that several processes map is divided among them.
 """
 
 import os
@@ -21,35 +21,36 @@ WAYS = ("first", "next", "programs of their own")
 
 
 def add_arguments(parser):
-    parser.add_argument("--workers", nargs="+", type=int, default=[2, 4], help="how many a group has")
-    parser.add_argument("--rounds", type=int, default=3, help="of which least, median and most are printed")
+    parser.add_argument("--workers", nargs="+", type=int, default=[2, 4], help="workers per group")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, of which minimum, median and maximum are shown")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
-                        help="auto: CUDA where there is a device")
+                        help="auto: CUDA if available")
 
 
 def main(options):
     num_cuda = count_cuda(options.device)
-    seconds, held = {}, {}
+    seconds, memory = {}, {}
     for _ in range(options.rounds):
         for size in options.workers:
             devices = devices_of(size, num_cuda)
             with _forking(True), _server() as server:
                 for way in WAYS[:2]:
-                    _measure(devices, server, seconds.setdefault((size, way), []), held.setdefault((size, way), []))
+                    _measure(devices, server, seconds.setdefault((size, way), []), memory.setdefault((size, way), []))
             with _forking(False), _server() as server:
-                _measure(devices, server, seconds.setdefault((size, WAYS[2]), []), held.setdefault((size, WAYS[2]), []))
+                key = size, WAYS[2]
+                _measure(devices, server, seconds.setdefault(key, []), memory.setdefault(key, []))
     print(f"{'workers':>8}  {'way':22}{'seconds until ready':>28}{'processor s':>13}{'memory MB':>11}{'a worker':>10}")
     for (size, way), times in seconds.items():
         walls, processor = zip(*times)
-        total, of_worker = (statistics.median(column) for column in zip(*held[size, way]))
+        total, of_worker = (statistics.median(column) for column in zip(*memory[size, way]))
         placement = f"{min(walls):.2f} {statistics.median(walls):.2f} {max(walls):.2f}"
         print(f"{size:8}  {way:22}{placement:>28}{statistics.median(processor):13.1f}{total / 1e6:11.0f}"
               f"{of_worker / 1e6:10.0f}")
 
 
-def _measure(devices, server, seconds, held):
-    """Start a group and end it; adds (seconds until it is ready, processor seconds until then) and (bytes of all,
-    of a worker)."""
+def _measure(devices, server, seconds, memory):
+    """Start a group and stop it; append (seconds until it is ready, CPU seconds until then) and (bytes of all
+    processes, bytes per worker)."""
     processor, started_s = ProcessorTime(), time.perf_counter()
     group = WorkerGroup(devices, supervisor=server)
     try:
@@ -59,7 +60,7 @@ def _measure(devices, server, seconds, held):
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 sizes[process.pid] = process.memory_full_info().pss
-        held.append((sum(sizes.values()), statistics.median(sizes[pid] for pid in workers)))
+        memory.append((sum(sizes.values()), statistics.median(sizes[pid] for pid in workers)))
     finally:
         group.close()
 
@@ -75,7 +76,7 @@ def _server():
 
 @contextmanager
 def _forking(wanted):
-    """What the environment says of forking, for this while."""
+    """Context with forking enabled or disabled by its environment variable."""
     before = os.environ.pop(FORK, None)
     if not wanted:
         os.environ[FORK] = "0"

@@ -1,5 +1,4 @@
-"""The random model that is timed: a Flux-shaped transformer in a diffusers folder, and calls of it.
-Used by methods and its peers."""
+"""A random Flux-shaped transformer in a diffusers folder, and calls of it, for timing."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ HEAD_SIZE = 64
 
 @dataclass(frozen=True)
 class Setting:
-    """The model and the shapes: a Flux of this width and depth, on a latent of this many tokens."""
+    """The model and its inputs: a Flux of this width and depth, on a latent of this many tokens."""
 
     width: int
     num_double_blocks: int
@@ -25,17 +24,17 @@ class Setting:
 
     @property
     def rows(self):
-        """Latent rows and columns: two a token along each side."""
+        """Latent rows and columns: two per token along each side."""
         side = 2 * round(self.num_image_tokens ** 0.5)
         if (side // 2) ** 2 != self.num_image_tokens:
-            raise ConfigError(f"tokens={self.num_image_tokens} is not a square number. Use {(side // 2) ** 2}.")
+            raise ConfigError(f"Use tokens={(side // 2) ** 2}: {self.num_image_tokens} is not a square number.")
         return side
 
     def exchanged(self, degrees):
-        """Elements a rank sends in the attention of one block: Ulysses 4 (S/D) h (U-1)/U, Ring 2 (S/R) (h/U) (R-1), of
+        """Elements that a rank sends in one block's attention: Ulysses 4 (S/D) h (U-1)/U, Ring 2 (S/R) (h/U) (R-1), for
         its heads.
 
-        S with text, since text is sharded too (docs/design/layouts.md).
+        S includes text, which is sharded too (docs/design/layouts.md).
         """
         ring, ulysses = degrees["ring"], degrees["ulysses"]
         tokens, width = self.num_image_tokens + self.num_text_tokens, self.width / degrees["tensor"]
@@ -43,8 +42,8 @@ class Setting:
                 + 2 * tokens / ring * width / ulysses * (ring - 1))
 
     def added_up(self, degrees):
-        """Elements a rank sends for tensor parallelism: 2 (X-1)/X (S/D) h for each sum, two in a double block and one
-        in a single one; (X-1)/X of 12 h and 3 h numbers of modulation (docs/design/tensor.md)."""
+        """Elements that a rank sends for tensor parallelism: 2 (X-1)/X (S/D) h per all-reduce, two in a double block
+        and one in a single block; (X-1)/X of 12 h and 3 h elements of modulation (docs/design/tensor.md)."""
         tensor, tokens = degrees["tensor"], (self.num_image_tokens
                                              + self.num_text_tokens) / (degrees["ring"] * degrees["ulysses"])
         sums = 2 * self.num_double_blocks + self.num_single_blocks
@@ -53,14 +52,14 @@ class Setting:
 
     @property
     def split_elements(self):
-        """Parameters that tensor parallelism splits: 36 h^2 and 26 h of a double block, 15 h^2 and 10 h of a single
-        one; not split are biases of what is added up, and norms."""
+        """Parameters that tensor parallelism shards: 36 h^2 and 26 h of a double block, 15 h^2 and 10 h of a single
+        block; norms and the biases of row-parallel layers are not sharded."""
         return (self.num_double_blocks * (36 * self.width + 26) + self.num_single_blocks
                 * (15 * self.width + 10)) * self.width
 
 
 def write_model(setting, folder):
-    """A random transformer as diffusers saves it."""
+    """Write a random transformer in diffusers' format."""
     from diffusers import FluxTransformer2DModel
     torch.manual_seed(0)
     model = FluxTransformer2DModel(**model_config(setting))
@@ -77,7 +76,7 @@ def model_config(setting):
 
 
 def calls(setting, num_branches):
-    """One call a branch, as a step of a sampler makes them."""
+    """One call per branch, as in a sampler's step."""
     generator = torch.Generator().manual_seed(1)
     latent = torch.randn(1, 16, setting.rows, setting.rows, generator=generator)
     return [Call(latent, torch.tensor([0.7]), {

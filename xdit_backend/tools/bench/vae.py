@@ -1,8 +1,8 @@
-"""Time Distributed VAE Decode on 1, 2 and 4 workers at several sizes, and measure what memory a rank needs.
+"""Time Distributed VAE Decode on 1, 2 and 4 workers at several sizes, and measure the memory of a rank.
 
-A random autoencoder of Stable Diffusion's structure is decoded by real worker groups, in rounds that run every group
-once, and ComfyUI's own VAE Decode and VAE Decode (Tiled) where there is a ComfyUI.
-Peaks are measured in a decode of their own, since counting takes time.
+A random autoencoder with Stable Diffusion's structure is decoded by real worker groups, in rounds that run every group
+once, and by ComfyUI's VAE Decode and VAE Decode (Tiled) if ComfyUI is found. Peaks are measured in a separate decode,
+since counting takes time.
 """
 
 import json
@@ -24,30 +24,31 @@ from ...protocol.errors import ConfigError
 from .baseline import Peer
 from .worker_groups import count_cuda, start_clients
 
-LEVELS = (1, 2, 4, 4)                      # SD's widths, as multiples
-RESNETS = 3                                # of a decoder's level
+LEVELS = (1, 2, 4, 4)                      # SD's channel multipliers
+RESNETS = 3                                # per level of a decoder
 MB = 2 ** 20
 
 
 def add_arguments(parser):
-    parser.add_argument("--sizes", type=int, nargs="*", default=[256, 512], help="pixels a side, multiples of 8")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[256, 512],
+                        help="width and height in pixels, multiples of 8")
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2, 4], help="numbers of workers")
     parser.add_argument("--width", type=int, default=64, help="channels at full size, a multiple of 32 (SD has 128)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
-                        help="auto: CUDA where there is a device")
+                        help="auto: CUDA if available")
     parser.add_argument("--threads", type=int, default=1, help="threads of a CPU worker")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and results")
-    parser.add_argument("--rounds", type=int, default=3, help="in each of which everything runs once")
-    parser.add_argument("--tile", type=int, default=256, help="pixels a side of VAE Decode (Tiled)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, each of which runs everything once")
+    parser.add_argument("--tile", type=int, default=256, help="tile size of VAE Decode (Tiled) in pixels")
     parser.add_argument("--comfyui", metavar="FOLDER", default=find_comfyui(),
-                        help="the ComfyUI to compare with: XDIT_COMFYUI, what start.py fetched, or the one around "
-                             "this pack")
+                        help="the ComfyUI to compare with: XDIT_COMFYUI, the one that start.py fetched, or the one "
+                             "around this pack")
 
 
 def find_comfyui():
     """The folder of a ComfyUI's main.py, or None."""
-    given = os.environ.get("XDIT_COMFYUI")
-    folders = [Path(given).absolute()] if given else [ROOT / ".host" / "ComfyUI", ROOT.parent.parent]
+    inputs = os.environ.get("XDIT_COMFYUI")
+    folders = [Path(inputs).absolute()] if inputs else [ROOT / ".host" / "ComfyUI", ROOT.parent.parent]
     return next((str(folder) for folder in folders if (folder / "main.py").is_file()), None)
 
 
@@ -56,11 +57,12 @@ def main(options):
     torch.set_num_threads(1)
     num_cuda = count_cuda(options.device)
     if any(size % 8 for size in options.sizes) or options.width % 32:
-        raise ConfigError(f"--sizes {options.sizes} must be multiples of 8 and --width {options.width} of 32.")
+        raise ConfigError(f"Use multiples of 8 for --sizes and of 32 for --width: they are {options.sizes} and "
+                          f"{options.width}.")
     tensors = random_decoder(options.width)
-    place = (f"{num_cuda} CUDA devices"
+    where = (f"{num_cuda} CUDA devices"
              if num_cuda else f"CPU workers of {options.threads} thread(s), {os.cpu_count()} cores")
-    print(f"AutoencoderKL of Stable Diffusion's structure, width {options.width}, {options.dtype}; {place}; torch "
+    print(f"AutoencoderKL of Stable Diffusion's structure, width {options.width}, {options.dtype}; {where}; torch "
           f"{torch.__version__}; medians of {options.rounds} rounds", flush=True)
     print(f"{'pixels':>12} {'workers':>11} {'s':>8} {'ratio':>7} {'CPU s/rank':>11} {'peak MB/rank':>13} "
           f"{'formula MB':>11} {'of one':>7} {'sent MB/rank':>13} {'off':>8}")
@@ -72,22 +74,21 @@ def main(options):
                 save_file(tensors, f"{folder}/vae.safetensors")
                 job = {"comfyui": options.comfyui, "cuda": bool(num_cuda), "weights": f"{folder}/vae.safetensors",
                        "dtype": options.dtype}
-                peer = Peer("comfyui_peer", job, options.threads)
+                peer = Peer("baseline_comfyui", job, options.threads)
             for size in options.sizes:
                 print_size(size, *measure(tensors, size, clients, peer, folder, options),
                            meta_vae(tensors, options.dtype))
         finally:
             for other in (*clients.values(), *([peer] if peer else [])):
                 other.close()
-    print("ratio and of one: to the first number of workers. formula: the same decode on the meta device, for the "
-          "busiest rank.\nCPU s/rank: what a worker's processor did, whatever else the machine did at the time. off: "
-          "the largest difference from\nComfyUI's VAE Decode, in parts of 255; where there is no ComfyUI, from the "
-          "first row.")
+    print("ratio and of one: relative to the first number of workers. formula: the same decode on the meta device, for "
+          "the busiest\nrank. CPU s/rank: CPU time of a worker, unaffected by other load. off: largest difference from "
+          "ComfyUI's VAE Decode, in\nunits of 1/255; without ComfyUI, from the first row.")
 
 
 def measure(tensors, size, clients, peer, folder, options):
-    """({number of workers: (seconds, processor seconds and peak bytes of the busiest rank, bytes it sent, the
-    picture)}, {way of ComfyUI: (seconds, the picture)})"""
+    """({number of workers: (seconds; CPU seconds and peak bytes of the busiest rank; bytes it sent; the image)}, {node
+    of ComfyUI: (seconds, the image)})."""
     latent = torch.randn(1, 4, size // 8, size // 8, generator=torch.Generator().manual_seed(0))
     seconds, cpu_seconds, results = {count: [] for count in clients}, {count: [] for count in clients}, {}
     ways = {"VAE Decode": None, f"tiled {options.tile}": options.tile} if peer else {}
@@ -129,14 +130,14 @@ def print_size(size, results, theirs, meta_vae):
         print(f"{f'{size} x {size}':>12} {count:>11} {seconds:>8.3f} {first_s / seconds:>6.2f}x {cpu_s:>11.3f} "
               f"{peak_bytes / MB:>13.1f} {formula / MB:>11.1f} {peak_bytes / first_bytes:>7.2f} "
               f"{sent_bytes / MB:>13.2f} {off(image)}", flush=True)
-        assert (image - first_image).abs().max() <= 1 / 255, f"{count} workers give another picture"
+        assert (image - first_image).abs().max() <= 1 / 255, f"{count} workers give a different image"
     for way, (seconds, image) in theirs.items():
         print(f"{f'{size} x {size}':>12} {way:>11} {seconds:>8.3f} {first_s / seconds:>6.2f}x {'':>47} {off(image)}",
               flush=True)
 
 
 def meta_vae(tensors, dtype):
-    """The autoencoder without bytes, in the dtype of the decode."""
+    """The autoencoder on the meta device, in the dtype of the decode."""
     from diffusers import AutoencoderKL
     with torch.device("meta"):
         vae = AutoencoderKL(**kl_config({name: tuple(tensor.shape) for name, tensor in tensors.items()}))
@@ -144,7 +145,7 @@ def meta_vae(tensors, dtype):
 
 
 def random_decoder(width):
-    """A decoder's tensors under LDM's names, as ComfyUI's VAE object has them."""
+    """A decoder's tensors under LDM's names, as in ComfyUI's VAE object."""
     generator = torch.Generator().manual_seed(1)
     tensors = {}
 
@@ -155,11 +156,11 @@ def random_decoder(width):
     def add_norm(name, channels):
         tensors[f"{name}.weight"], tensors[f"{name}.bias"] = torch.ones(channels), torch.zeros(channels)
 
-    def add_resnet(name, given, channels):
-        add_norm(f"{name}.norm1", given), add(f"{name}.conv1", channels, given, 3, 3)
+    def add_resnet(name, inputs, channels):
+        add_norm(f"{name}.norm1", inputs), add(f"{name}.conv1", channels, inputs, 3, 3)
         add_norm(f"{name}.norm2", channels), add(f"{name}.conv2", channels, channels, 3, 3)
-        if given != channels:
-            add(f"{name}.nin_shortcut", channels, given, 1, 1)
+        if inputs != channels:
+            add(f"{name}.nin_shortcut", channels, inputs, 1, 1)
 
     channels = width * LEVELS[-1]
     add("post_quant_conv", 4, 4, 1, 1)

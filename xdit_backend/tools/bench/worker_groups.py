@@ -1,4 +1,4 @@
-"""The worker groups that commands time."""
+"""Worker groups that benchmarks time."""
 
 from contextlib import suppress
 
@@ -10,13 +10,13 @@ from ...host.preflight import num_cuda_devices
 
 
 def count_cuda(device):
-    """CUDA devices to run on; 0 where --device says cpu or there are none."""
+    """Number of CUDA devices to use; 0 with --device cpu or if there are none."""
     return num_cuda_devices() if device != "cpu" else 0
 
 
 def start_clients(sizes, num_cuda):
-    """{number of devices: Client}; ranks share a CUDA device, over gloo, where there are too few. Their libraries are
-    imported once; the forkserver ends with this process."""
+    """{number of devices: Client}. Ranks share a CUDA device, over gloo, if there are too few. Libraries are imported
+    once; the forkserver ends with this process."""
     supervisor = Forkserver()
     return {size: Client(devices_of(size, num_cuda), supervisor=supervisor) for size in sizes}
 
@@ -26,12 +26,12 @@ def devices_of(size, num_cuda):
 
 
 def second_client(first, num_cuda):
-    """A client of one device beside the first one's."""
+    """A client of one device that is independent of the first one."""
     return Client(("cuda:1" if num_cuda > 1 else first.devices[0],))
 
 
 class ProcessorTime:
-    """Processor seconds, from now on, of all that this process has started and that runs when they are asked for."""
+    """CPU seconds since construction of this process's children that still run when it is read."""
 
     def __init__(self):
         self._before = _processor_s()
@@ -43,6 +43,6 @@ class ProcessorTime:
 def _processor_s():
     seconds = {}
     for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):                   # it ends at this moment
+        with suppress(psutil.NoSuchProcess):                   # it exits at this moment
             seconds[process] = sum(process.cpu_times()[:2])
     return seconds

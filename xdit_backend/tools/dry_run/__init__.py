@@ -1,2 +1,2 @@
-"""A rank's own work on a device that is not there: tensors that have shapes and no numbers, process groups that carry
-nothing. What runs is the workers' code."""
+"""A dry run of one rank: the workers' code on fake tensors, which have shapes but no values, and fake process
+groups."""

@@ -1,5 +1,5 @@
-"""What a host asks of one rank in two steps of a run: the commands, with tensors of this process. Used by
-simulated_rank.py."""
+"""Commands that a host sends to one rank in two steps of a run, with tensors of this process instead of shared
+memory."""
 
 from dataclasses import dataclass, field
 
@@ -12,16 +12,17 @@ from ...protocol.shared_memory import Segment, dtype_name
 from ...protocol.specs import Branch, Layout, ModelSpec, WeightCopies
 from ...worker.models import Loaded
 
-SIGMAS = 0.9, 0.8                          # of the two steps; keys and values are forecast between unlike ones
+SIGMAS = 0.9, 0.8                          # of the two steps; keys and values are extrapolated between different ones
 
 
 @dataclass(frozen=True)
 class Run:
     """A step of sampling. shape: of the latents of one branch, (B, C, H, W) or (B, C, F, H, W). conditioning: {name:
-    shape, with its batch}; a name that ends in "mask" or "ids" is of whole numbers. call_conditioning: the same, of
-    each call alone. branches: of guidance. num_patches: of PipeFusion; 0: two a stage. forecast: of keys and values, as
-    messages.Predict's. has_control: does a ControlNet add something at every place where one can? shards_weights: do
-    ranks bring a part each of the weights that come from host memory, and send it to each other?"""
+    shape with batch}; integers if the name ends in "mask" or "ids". call_conditioning: likewise, for tensors of a
+    single call. branches: of guidance. num_patches: of PipeFusion; 0: two per stage. extrapolation: of keys and values,
+    as in messages.Predict. has_control: whether a ControlNet adds a residual at every insertion point. shards_weights:
+    whether each rank copies a shard of the offloaded weights and all-gathers the others.
+    """
 
     shape: tuple[int, ...]
     conditioning: dict[str, tuple[int, ...]]
@@ -34,7 +35,7 @@ class Run:
 
 
 class HostMemory:
-    """Segments that are tensors of this process."""
+    """Stands for shared memory segments: tensors of this process."""
 
     def __init__(self):
         self._tensors = {}
@@ -50,7 +51,7 @@ class HostMemory:
 
 @dataclass
 class Calls:
-    """The commands that a host gives for two steps of a run."""
+    """The commands of a host for two steps of a run."""
 
     loaded: Loaded
     spec: ModelSpec
@@ -63,7 +64,7 @@ class Calls:
 
     @property
     def are_apart(self):
-        """Are branches calls of their own? Else they are one batch."""
+        """Whether guidance branches are separate calls; otherwise they are one batch."""
         return (self.layout.cfg_degree > 1 or self.layout.pipefusion_degree > 1 or self.layout.displaced_degree > 1
                 or self.run.branches == 1)
 
@@ -82,7 +83,8 @@ class Calls:
         return self.layout.displaced_degree > 1 or self.layout.pipefusion_degree > 1 and self.num_patches > 1
 
     def sized(self, shape, name=""):
-        """With both branches, where they are one batch. A number that all share, such as vace_strength.0, is one."""
+        """The shape with both branches if they are one batch. A number common to all rows, such as vace_strength.0,
+        stays as it is."""
         batch = self.run.shape[0]
         if "." in name and len(shape) == 1 or name in self.loaded.family.counts:
             return shape
@@ -125,13 +127,13 @@ class Calls:
         family, config = self.loaded.family, self.loaded.transformer.config
         written = self.memory.share(torch.zeros(shape[0], family.num_channels(config), *shape[2:]))
         timestep = self.memory.share(torch.full((shape[0],), self.sigma * family.time_scale))
-        here = {key: self.memory.share(torch.ones(self.sized(given))) for key, given in
-                self.run.call_conditioning.items()}
-        parts = {key: self.memory.share(torch.zeros(self.sized(self.run.call_conditioning[key])))
-                 for key in family.components or () if key in here}
-        places = family.control_shapes(config, shape) if self.run.has_control else {}
-        control = {place: self.memory.share(torch.zeros(shape[0], *given)) for place, given in places.items()}
-        return Branch(latent, timestep, name, written, control, call_conditioning=here, parts=parts)
+        here = {key: self.memory.share(torch.ones(self.sized(size)))
+                for key, size in self.run.call_conditioning.items()}
+        latents = {key: self.memory.share(torch.zeros(self.sized(self.run.call_conditioning[key])))
+                   for key in family.components or () if key in here}
+        residuals = family.control_shapes(config, shape) if self.run.has_control else {}
+        control = {point: self.memory.share(torch.zeros(shape[0], *size)) for point, size in residuals.items()}
+        return Branch(latent, timestep, name, written, control, call_conditioning=here, parts=latents)
 
     def _request(self):
         self.num_requests += 1

@@ -1,24 +1,23 @@
-"""Shapes of what ComfyUI hands to a model: latents and conditioning of a size in pixels. Used by bench size and by
-tests."""
+"""Shapes of the latents and conditioning that ComfyUI passes to a model for a size in pixels."""
 
-# tokens of what is read beside the text: of a picture by CLIP vision, of glyphs, of a class
-PICTURE_TOKENS = 257
+# tokens of additional conditioning: CLIP vision of an image, glyphs, a class
+VISION_TOKENS = 257
 
 
 def latent_shape(family, config, size, frames=1, batch=1):
-    """(B, C, T), (B, C, H, W) or (B, C, F, H, W) of what the model takes. size: (columns, rows) of pixels."""
+    """(B, C, T), (B, C, H, W) or (B, C, F, H, W) of the model's input. size: (columns, rows) of pixels."""
     of_frames, of_rows, of_columns = family.pixels(config)
     sizes = [-(-size[1] // of_rows), -(-size[0] // of_columns)]
     if len(family.patch_size(config)) == 3:
         sizes.insert(0, (frames - 1) // of_frames + 1)
-    if len(family.patch_size(config)) == 1:                    # sound, as long as the picture has tokens
+    if len(family.patch_size(config)) == 1:                    # audio, with as many latents as an image has tokens
         sizes = [sizes[0] * sizes[1]]
     return (frames * batch if family.has_frames_as_batch else batch, family.taken_channels(config), *sizes)
 
 
 def conditioning_shapes(family, config, shape, tokens):
-    """({name: shape} of what stays for a run, {name: shape} of what belongs to one call). shape: of the latents.
-    tokens: of text. Pictures to start from and references are left out."""
+    """({name: shape} of conditioning of a run, {name: shape} of conditioning of one call). shape: of the latents.
+    tokens: of text. Start images and references are left out."""
     batch, found = shape[0], {}
     for name, width in family.conditioning.items():
         special = _special(name, config, shape, width)
@@ -26,7 +25,7 @@ def conditioning_shapes(family, config, shape, tokens):
             found |= special
         elif name in ("context", "clip_text"):
             found[name] = (batch, tokens, config[width])
-        elif name in ("input_ids", "position_ids", "ref_patches"):             # of a text that the model itself reads
+        elif name in ("input_ids", "position_ids", "ref_patches"):             # of text that the model itself embeds
             found[name] = family.test_config.input_shapes[name](config, shape, tokens)
         elif name in family.counts:
             found[name] = (tokens,)
@@ -40,10 +39,10 @@ def conditioning_shapes(family, config, shape, tokens):
 
 
 def _special(name, config, shape, width):
-    """Of conditioning that has a rule of its own: {name: shape}; None of other."""
+    """{name: shape} of conditioning with a rule of its own; None for others."""
     batch = shape[0]
     if name == "clip_fea" and config.get(width) is not None and config.get("added_kv_proj_dim"):
-        return {name: (batch, config.get("pos_embed_seq_len") or PICTURE_TOKENS, config[width])}
+        return {name: (batch, config.get("pos_embed_seq_len") or VISION_TOKENS, config[width])}
     if name == "y" and config.get("num_class_embeds"):
         return {name: (batch,)}
     if name == "num_video_frames":
@@ -70,18 +69,18 @@ def _special(name, config, shape, width):
         return {name: (3,)}
     if name == "refer_audio":
         return {name: shape}
-    if name == "lq_latent":                                    # of a picture a fourth as large
+    if name == "lq_latent":                                    # of an image with a fourth of the width and height
         pixels = 4 * config["latent_spatial_down_factor"]
         return {name: (batch, config["lq_latent_channels"], *(-(-side // pixels) for side in shape[2:]))}
     if name in ("degrade_sigma", "sca", "crp"):
         return {name: (batch,)}
-    if name == "condition":                                    # the video, and that it is given
+    if name == "condition":                                    # the video's latent, and a mask
         return {name: (batch, config["vid_in_channels"] - config["vid_out_channels"], *shape[2:])}
-    if name == "reference_image":                                      # whose tokens are added to the text's
+    if name == "reference_image":                              # its tokens are appended to the text's
         return {name: (batch, config["cond2_channels"], 1, 1)}
     if name == "clip_img":
         return {name: (batch, 1, config[width])}
-    if name == "effnet":                                       # of a picture that the latent has a fourth of
+    if name == "effnet":                                       # of an image four times as large as the latent
         return {name: (batch, config["c_effnet"], *(max(1, side * 4 // 42) for side in shape[2:]))}
     if name == "ofs":
         return {name: (1,)} if config.get("ofs_embed_dim") else {}

@@ -1,6 +1,5 @@
-"""A CUDA device and process groups that are pretended: all shapes are as on a real one, and there is nothing behind
-them. Used by simulated_rank.py and by tests, in processes that have no worker in them.
-"""
+"""A fake CUDA device and fake process groups: tensors have the shapes of a real device's and no values. For processes
+that run no worker."""
 
 import contextlib
 from contextlib import contextmanager
@@ -15,20 +14,20 @@ from ...autoencoders.vae_family import replaced
 from ...distributed import mesh
 
 CUDA = torch.device("cuda:0")
-CAPABILITY = 8, 9                          # of an RTX 4090; what attention kernels are chosen by
+CAPABILITY = 8, 9                          # of an RTX 4090; attention backends are chosen by it
 aten = torch.ops.aten
 
 
 @contextmanager
 def fake_cuda_device(free_bytes=0, capability=None):
-    """Under this, tensors on CUDA are pretended ones and have no numbers; nothing asks for a gradient.
+    """Context in which tensors on CUDA are fake, without values, and gradients are off.
 
-    free_bytes: of the device's memory. capability: its; None: CAPABILITY. It changes functions of torch for the
-    process until it ends.
+    free_bytes: of the device's memory. capability: of the device; None: CAPABILITY. Functions of torch are patched for
+    the whole process until it exits.
     """
     with contextlib.ExitStack() as stack:
         for change in (
-                # real tensors of the host go to the device without there being one
+                # real tensors on the host can move to the device although there is none
                 replaced(FakeTensorMode, avoid_device_init=property(lambda self: True, lambda self, value: None)),
                 replaced(torch.Tensor, pin_memory=lambda self, *_: self),
                 replaced(torch.cuda, Event=Event, get_device_capability=lambda device=None: capability or CAPABILITY,
@@ -41,8 +40,8 @@ def fake_cuda_device(free_bytes=0, capability=None):
 
 @contextmanager
 def fake_group(rank, world_size):
-    """Under this, this process is one rank of so many that are joined by NCCL. What others send has no content,
-    and they have at once what they are sent."""
+    """Context in which this process is one rank of world_size in NCCL groups. Received tensors have no values, and
+    sends complete at once."""
     if world_size == 1:
         yield
         return
@@ -58,7 +57,7 @@ def fake_group(rank, world_size):
 
 
 class Event:
-    """torch.cuda.Event of a device that has done all it was asked for."""
+    """torch.cuda.Event on a device that has finished all of its work."""
 
     def __init__(self, **_):
         pass
@@ -77,14 +76,14 @@ class Event:
 
 
 class CudaFunctions(TorchFunctionMode):
-    """Functions of torch that would ask a real device which kernel to take, or that have no pretended one."""
+    """Replaces functions of torch that would query a real device, or have no fake implementation."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (attention, ATTENTION):
             return _attention(*args, **(kwargs or {}))
         if func is torch.batch_norm_stats:
             return tuple(args[0].new_empty(args[0].shape[1], dtype=torch.float32) for _ in range(2))
-        if getattr(func, "__name__", "") == "pad":             # torch looks it up anew, where a VAE has its own
+        if getattr(func, "__name__", "") == "pad":             # torch looks it up again where a VAE replaces it
             func = torch._C._nn.pad
         return func(*args, **(kwargs or {}))
 
@@ -93,15 +92,15 @@ ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
 
 def attention(query, *args, **kwargs):
-    """torch's, also where nothing may take the place of torch's functions."""
+    """scaled_dot_product_attention that dispatches even where torch's function cannot be replaced."""
     if has_torch_function_unary(query):
         return handle_torch_function(attention, (query,), query, *args, **kwargs)
     return _attention(query, *args, **kwargs)
 
 
 def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **more):
-    """By the kernel that torch takes on such a device: flash attention in 16 bits without a mask, else the
-    memory-efficient one."""
+    """Attention by the backend that torch chooses on such a device: FlashAttention in 16 bits without a mask, otherwise
+    the memory-efficient kernel."""
     scale, repeats = more.get("scale"), query.shape[-3] // key.shape[-3]
     if more.get("enable_gqa") and repeats > 1:
         key, value = (each.repeat_interleave(repeats, -3) for each in (key, value))

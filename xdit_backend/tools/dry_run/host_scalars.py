@@ -1,5 +1,5 @@
-"""Whole numbers on a pretended device that follow from the host's, such as the sizes that a model's forward puts there
-and reads back. Used by op_counter.py."""
+"""Integers on a fake device whose values follow from the host's, such as sizes that a model's forward puts on the
+device and reads back."""
 
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, unset_fake_temporarily
@@ -10,23 +10,25 @@ NO_NUMBERS = {"empty", "empty_like", "new_empty", "empty_strided"}
 
 
 class KnownNumbers:
-    """What is known of tensors that were made of known ones alone. What is written into a tensor is not followed: its
-    numbers, and those of its views, are unknown from then on."""
+    """Known values of fake integer tensors: those computed from known tensors only. In-place writes are not followed;
+    the values of the tensor and its views are unknown afterwards."""
 
     def __init__(self):
-        self._values = WeakTensorKeyDictionary()               # pretended tensor -> its numbers, on the host
+        self._values = WeakTensorKeyDictionary()               # fake tensor -> its values, on the host
 
-    def number(self, given, other):
-        """What the host reads of a tensor; other, where that is not known."""
-        if len(given) > 1 or given[0] not in self._values:
+    def number(self, inputs, other):
+        """The value that the host reads from a tensor; `other` if it is unknown."""
+        if len(inputs) > 1 or inputs[0] not in self._values:
             return other
         with unset_fake_temporarily():
-            return self._values[given[0]].item()
+            return self._values[inputs[0]].item()
 
     def follow(self, func, args, kwargs, run):
-        """What run() makes of an operator. Where it cannot say the shape, which depends on numbers: by what is known.
+        """The result of run(), which calls an operator, with known values recorded. If the shape of the result depends
+        on values, it is taken from the known ones.
 
-        Raises DynamicOutputShapeException where they are not."""
+        Raises DynamicOutputShapeException if those are unknown.
+        """
         values = self._computed(func, args, kwargs)
         try:
             made = run()
@@ -43,16 +45,16 @@ class KnownNumbers:
         return made
 
     def _computed(self, func, args, kwargs):
-        """What an operator makes, on the host; None where it is not known, or is not of whole numbers."""
-        given = _tensors((args, kwargs))
+        """The result of an operator, computed on the host; None if its inputs are unknown or are not integers."""
+        inputs = _tensors((args, kwargs))
         if (func._schema.is_mutable or func.overloadpacket.__name__ in NO_NUMBERS
                 or torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten"
                 or any(tensor.dtype != torch.int64 or (tensor.is_cuda and tensor not in self._values)
-                       for tensor in given)):
+                       for tensor in inputs)):
             return None
-        there = tree_map(self._on_host, (args, kwargs))
+        on_host = tree_map(self._on_host, (args, kwargs))
         with unset_fake_temporarily():
-            values = func(*there[0], **there[1])
+            values = func(*on_host[0], **on_host[1])
         return values if all(value.dtype == torch.int64 for value in _tensors(values)) else None
 
     def _on_host(self, leaf):

@@ -1,13 +1,11 @@
-"""A model of published size on a real GPU, with random weights: what simulated_rank.py counts of one device, measured.
-Used by bench card.
-"""
+"""Time and memory of a published model with random weights on a real GPU, to compare with the dry run of one device."""
 
 import gc
 import time
 
 import torch
 
-from ...checkpoints.tensor_sharding import held
+from ...checkpoints.tensor_sharding import storage_dtypes
 from ...distributed.collectives import Traffic
 from ...memory.copy_thread import CopyThread
 from ...memory.staging import StagingBuffers
@@ -17,15 +15,16 @@ from ...worker.timeline import Timeline
 from .fake_cuda import CUDA
 from .simulated_rank import Calls, HostMemory, load, outline, own_blocks
 
-FIRST_STEPS = 2                            # which compile and choose kernels
+FIRST_STEPS = 2                            # which compile and autotune
 SMALL = 0.02                               # standard deviation of a weight
-SMALL_BYTES = 0x3f                         # of a packed weight: numbers below 2, whatever of 8 or 16 bits they are of
+SMALL_BYTES = 0x3f                         # of a packed weight: values below 2 in any 8-bit or 16-bit type
 
 
 @torch.inference_mode()
 def measure(checkpoint, spec, run, backend, num_steps):
-    """(seconds of each step from its command to its prediction in host memory, the first FIRST_STEPS among them; bytes
-    of weights on the GPU; peak of what is there beside them). Arguments are count's; backend: of torch.compile."""
+    """(seconds of each step from its command to its prediction in system RAM, starting with FIRST_STEPS warm-up steps;
+    bytes of weights on the GPU; peak bytes in addition to weights). Arguments are those of count; backend: of
+    torch.compile."""
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -52,12 +51,12 @@ def measure(checkpoint, spec, run, backend, num_steps):
 
 
 def fill(loaded, family, spec):
-    """Give random values to all weights, which have none yet."""
+    """Set all weights, which are uninitialised, to random values."""
     offloaded = loaded.transformer.offloaded
     if offloaded is not None:
-        offloaded.drop()                                       # weights are their host copies now
-    for _, weight, _ in held(loaded.transformer.model, family, spec):
-        values = torch.empty_like(weight.data, device=CUDA)    # a processor would take minutes
+        offloaded.drop()                                       # weights are their host copies from here on
+    for _, weight, _ in storage_dtypes(loaded.transformer.model, family, spec):
+        values = torch.empty_like(weight.data, device=CUDA)    # on the CPU this would take minutes
         if weight.dtype.itemsize > 1:
             values.normal_(0, SMALL)
         else:

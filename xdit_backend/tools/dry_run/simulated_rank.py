@@ -1,6 +1,4 @@
-"""One rank of a layout, counted: its share of a model's weights, pretended, and the workers' own commands run on it.
-Used by bench size and by tests.
-"""
+"""The dry run of one rank: its shard of a model's weights as fake tensors, and the workers' own commands run on it."""
 
 import dataclasses
 import math
@@ -16,7 +14,7 @@ from ...checkpoints.offload.block_offload import OffloadedBlocks
 from ...checkpoints.offload.offload_plan import plan_weights
 from ...checkpoints.quantisation.layerwise_casting import cast_at_use, unpack_at_use
 from ...checkpoints.quantisation.quantised_weights import packed_weights, set_packed_parameters
-from ...checkpoints.tensor_sharding import block_bytes, block_sizes, held, narrow, resident_bytes, splits_of
+from ...checkpoints.tensor_sharding import block_bytes, block_sizes, narrow, resident_bytes, splits_of, storage_dtypes
 from ...config import refuse_methods, validate_layout
 from ...distributed.collectives import Traffic
 from ...hooks.replicated_unet import ReplicatedHooks
@@ -36,11 +34,14 @@ from .op_counter import DeviceWork
 
 @dataclass(frozen=True)
 class Counted:
-    """What a rank holds and does in a step after the first: of PipeFusion all of its patches, of displaced patches a
-    stale call. peak_bytes: beside weights, of both steps; cached_bytes of it are kept from step to step. sent_bytes: as
-    torch's process groups are told; reported_bytes: as the workers report them. streamed_bytes: of weights that this
-    rank copies from host memory; weight_bytes has the buffers that they come through. shared_bytes: of them, that it
-    sends to others; sent_bytes has them too."""
+    """Memory and work of a rank in a step after the first: for PipeFusion all of its patches, for displaced patches a
+    stale call.
+
+    peak_bytes: without weights, of both steps; of these, cached_bytes are cached from step to step. sent_bytes: as
+    passed to torch's process groups; reported_bytes: as reported by the workers. streamed_bytes: of weights that this
+    rank copies from system RAM; weight_bytes includes their buffers. shared_bytes: of these, bytes sent to other ranks,
+    included in sent_bytes.
+    """
 
     weight_bytes: int
     cached_bytes: int
@@ -60,8 +61,8 @@ class Counted:
 
 
 class CopiesInLine:
-    """In place of a CopyThread, where nothing takes time. first: what weights were before they got a buffer: as long
-    as it lives, DeviceWork takes no other memory for it."""
+    """Synchronous replacement for a CopyThread. first: the weights before they got a buffer, which are referenced so
+    that DeviceWork does not count reused memory under their storage keys."""
 
     def __init__(self, first):
         self._staging, self._first = StagingBuffers(CUDA), first
@@ -84,9 +85,9 @@ def count(checkpoint, spec, layout, rank, run, memory=(), capability=None):
     """The Counted of a rank under a Layout.
 
     checkpoint: a Checkpoint, or published_models.Unwritten. spec: its ModelSpec, with the layout's stages and
-    tensor_degree. memory: bytes of each rank's device that its weights may take, for the split into stages; (): as many
-    as wanted. capability: of the devices; None: fake_cuda.CAPABILITY.
-    Raises UnsupportedError where shapes depend on numbers, ConfigError as check_layout does.
+    tensor_degree. memory: bytes of each rank's device available for weights, for the split into stages; (): unlimited.
+    capability: of the devices; None: fake_cuda.CAPABILITY. Raises UnsupportedError if shapes depend on values,
+    ConfigError as check_layout does.
     """
     check_layout(checkpoint, layout)
     world_size = world_size_of(layout)
@@ -101,25 +102,25 @@ def count(checkpoint, spec, layout, rank, run, memory=(), capability=None):
             try:
                 return _count(loaded, spec, layout, run, world_size, work)
             except DynamicOutputShapeException as error:
-                raise UnsupportedError(f"{checkpoint.family.name} cannot be counted without a device: what its layers "
-                                       f"compute depends on numbers ({error}), such as how many of them are unlike. "
-                                       f"Ask python -m xdit_backend plan for a forecast.") from error
+                raise UnsupportedError(f"Run python -m xdit_backend plan for an estimate: {checkpoint.family.name} "
+                                       f"cannot be counted without a device, because shapes in its layers depend on "
+                                       f"values ({error}), such as the number of distinct ones.") from error
 
 
 def check_layout(checkpoint, layout):
-    """Raise ConfigError, with what would work, for a layout that the model's family or its heads refuse."""
+    """Raise ConfigError, with valid alternatives, for a layout that the model's family or its heads do not support."""
     family, config = checkpoint.family, checkpoint.config
     validate_layout(layout, family.num_heads(config), family.name, family.num_key_heads(config))
     refuse_methods(layout, family.refused, family.name)
 
 
 def world_size_of(layout):
-    """Ranks that work under a Layout."""
+    """Number of ranks of a Layout."""
     return math.prod(getattr(layout, each.name) for each in dataclasses.fields(Layout))
 
 
 def stage_ranks(checkpoint, spec, layout, memory=()):
-    """The first rank of a layout, the last, and the first of those that hold most weights. memory: as count's."""
+    """The first rank of a layout, the last, and the first of those with the most weights. memory: as in count."""
     last = world_size_of(layout) - 1
     ranks = {0, last}
     if spec.stages is not None and not spec.stages.every_block:
@@ -131,7 +132,7 @@ def stage_ranks(checkpoint, spec, layout, memory=()):
 
 
 def outline(checkpoint, spec):
-    """(the model on the meta device, as its weights are held; its packed weights)."""
+    """(model on the meta device with weights in their stored types; its packed weights)."""
     model = build_empty(checkpoint.family, checkpoint.config)
     model.eval().requires_grad_(False)
     packed = packed_weights(checkpoint, model, spec.quantisation)
@@ -140,7 +141,7 @@ def outline(checkpoint, spec):
 
 
 def own_blocks(model, family, spec, rank, memory=()):
-    """The blocks of a rank's stage; all, where there are none."""
+    """The blocks of a rank's stage; all blocks if there are no stages."""
     sizes = block_sizes(model, family)
     if spec.stages is None:
         return range(len(sizes))
@@ -155,28 +156,28 @@ def own_blocks(model, family, spec, rank, memory=()):
 
 
 def load(checkpoint, spec, model, packed, part, copies=CopiesInLine):
-    """A worker's Loaded, whose weights are on the device, without a value. model, packed: of outline. part: (the blocks
-    of the rank's stage, its tensor rank). copies(weights that come from host memory, as they are before) -> what makes
-    the copies of OffloadedBlocks."""
+    """A worker's Loaded, with uninitialised weights on the device. model, packed: from outline. part: (blocks of the
+    rank's stage, its tensor rank). copies(offloaded weights before they get buffers): makes the object that copies for
+    OffloadedBlocks."""
     (blocks, tensor_rank), family = part, checkpoint.family
     splits = splits_of(model, family, spec)
     here = None if spec.stages is None or spec.stages.every_block else blocks
     transformer = Transformer(model, checkpoint, spec, CUDA, tensor_rank, here, splits)
     offloaded = plan_weights(model, family, spec, spec.weights_memory, here)[1] if spec.weights_memory else {}
-    streamed: dict[int, list] = {}                                 # of a block: its weights and their host copies
+    streamed: dict[int, list] = {}                                 # by block: its weights and their host copies
     first = []
     indices = block_indices(model, family.blocks)
-    for name, tensor, dtype in held(model, family, spec):
+    for name, tensor, dtype in storage_dtypes(model, family, spec):
         is_outside = family.is_unet or name.startswith(family.plan.shared_parameters)
         index = None if is_outside else indices.get(block_path(name))
         if here is not None and index is not None and index not in here:
-            continue                                           # of another stage: it stays on the meta device
+            continue                                           # in another stage: stays on the meta device
         own = splits[name].own(tensor, spec.tensor_degree, tensor_rank) if name in splits else tensor
         owner, _, leaf = name.rpartition(".")
         module, dtype = model.get_submodule(owner), tensor.dtype if name in packed else dtype
         shape = tensor[:0].shape if own is None else own.shape
         made = torch.empty(shape, dtype=dtype, device=CUDA)
-        if name in offloaded:                                  # it has no memory but a buffer's
+        if name in offloaded:                                  # its only device memory is a buffer
             host_copy, made = torch.empty_like(made, device="cpu"), made.new_empty(0)
             first.append(made)
         if leaf in module._parameters:
@@ -201,7 +202,7 @@ def load(checkpoint, spec, model, packed, part, copies=CopiesInLine):
 
 
 def block_path(name):
-    """Path of the block that a weight would be in."""
+    """Path of the block that would contain a weight."""
     return ".".join(name.split(".")[:2])
 
 
@@ -229,5 +230,5 @@ def _count(loaded, spec, layout, run, world_size, work):
 
 
 def _copied_and_sent(offloaded):
-    """Bytes of weights that have come from host memory, and that have been sent to ranks that share them."""
+    """Bytes of weights copied from system RAM so far, and bytes sent to ranks with the same weights."""
     return (0, 0) if offloaded is None else (offloaded.copied_bytes, offloaded.sent_bytes)

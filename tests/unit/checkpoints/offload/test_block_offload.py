@@ -95,7 +95,7 @@ def loaded_of(path, storage, share=None, mesh=SINGLE, layout=LAYOUTS["one"], poi
 
     def load(num_bytes=0):
         return load_transformer(dataclasses.replace(spec, weights_memory=num_bytes), CPU, choose_blocks=stage,
-                                tensor_rank=mesh.ranks["tensor"], piece_bytes=PIECE)
+                                tensor_rank=mesh.ranks["tensor"], chunk_bytes=PIECE)
     transformer = load()
     if share is not None:
         total = sum(weight.nbytes for weight in transformer.model.parameters() if not weight.is_meta)
@@ -237,7 +237,7 @@ def test_a_copy_that_fails_fails_its_forward_and_none_after_it(folders):
     good, wrong.host_copies = wrong.host_copies, [torch.zeros(3) for _ in wrong.host_copies]
     for buffer in offloaded._buffers:
         buffer.holds = None
-    with pytest.raises(CopyError, match="^Queue the prompt again.* of block .* from host memory to cpu"):
+    with pytest.raises(CopyError, match="^Queue the prompt again.* of block .* from system RAM to cpu"):
         predictions(loaded)
     wrong.host_copies = good
 
@@ -325,7 +325,7 @@ def test_what_the_file_has_otherwise_is_in_host_memory_once_for_all_ranks(storag
     memory = torch.zeros(foreseen, dtype=torch.uint8)
 
     ranks = [HostCopies(memory, own, 2) for own in range(2)]
-    first, second = (load_transformer(spec, CPU, host_copies=copies, piece_bytes=PIECE) for copies in ranks)
+    first, second = (load_transformer(spec, CPU, host_copies=copies, chunk_bytes=PIECE) for copies in ranks)
     want = load_transformer(dataclasses.replace(spec, weights_memory=0), CPU)
 
     assert (foreseen > 0) == (storage != "float32") and {copies._start for copies in ranks} == {foreseen}

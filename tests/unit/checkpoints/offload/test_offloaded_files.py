@@ -30,7 +30,7 @@ def loaded_of(spec):
 
 def load(spec, host_copies=None):
     """All weights in memory of this process: products of a file's map, which lies as it lies, may round otherwise."""
-    return load_transformer(spec, CPU, host_copies=host_copies, piece_bytes=2 ** 16)
+    return load_transformer(spec, CPU, host_copies=host_copies, chunk_bytes=2 ** 16)
 
 
 def with_hooks(transformer):

@@ -47,7 +47,7 @@ def measured(rank, world_size, path, shares):
         before, held = _status()["RssAnon"], [0]
         with highest() as most:
             budget = 0 if share is None else int(share * found[0][0])
-            transformer = load_transformer(dataclasses.replace(spec, weights_memory=budget), CPU, piece_bytes=2 ** 20)
+            transformer = load_transformer(dataclasses.replace(spec, weights_memory=budget), CPU, chunk_bytes=2 ** 20)
             if transformer.offloaded is not None:
                 transformer.offloaded.restore()
             loaded = Loaded(transformer, Hooks(transformer.model, checkpoint.family.plan, (), transformer.offloaded),

@@ -72,8 +72,8 @@ FAULTS = {
                                  "Use the bf16, .*format mxfp2 .*It reads float8_e4m3fn"),
     "another rotation": (lambda tensors, layer: said(tensors, layer, convrot_groupsize=48), ROTATED,
                          "Use the bf16, .*rotates 48 columns"),
-    "what is said cannot be read": (unreadable, FORMATS, "Download .* again: what it says"),
-    "nothing is said": (unsaid, SCALED, "Use the bf16, .*does not say for what format"),
+    "what is said cannot be read": (unreadable, FORMATS, "Download .* again: its quantisation metadata"),
+    "nothing is said": (unsaid, SCALED, "Use the bf16, .*without a format"),
     # float8 is then a plain file's
     "neither said nor scaled": (unsaid_and_unscaled, [format_ for format_ in FORMATS if "8_e" not in format_
                                                       and format_ != "mxfp8"], "Download .* again"),

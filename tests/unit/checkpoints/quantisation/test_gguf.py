@@ -118,11 +118,11 @@ ONES, F32 = np.ones((4, 8), np.float32), 0
 
 @pytest.mark.parametrize("tensors, how, words", [
     ({"a": (ONES, F32, 2 ** 40)}, {}, "model.gguf again, it is cut short: its header promises 1,099,"),
-    ({"a": (ONES, F32, 0), "b": (ONES, F32, -32)}, {}, "has b start at byte"),
+    ({"a": (ONES, F32, 0), "b": (ONES, F32, -32)}, {}, "b starts at byte"),
     ({"a": (ONES, 39, 0)}, {}, "holds a in the type MXFP4, which xDiT does not read"),
     ({"a": (ONES, 12345, 0)}, {}, "in the type number 12345"),
-    ({"a": (ONES, 12, 0)}, {}, "a of shape .4, 8. in Q4_K, which does not go together"),
-    ({"a": (ONES, F32, 0)}, {"a": (5, 8)}, "in F32 for .5, 8., which does not go together"),
+    ({"a": (ONES, 12, 0)}, {}, "a has the shape .4, 8. in Q4_K, which do not match"),
+    ({"a": (ONES, F32, 0)}, {"a": (5, 8)}, "in F32 for .5, 8., which do not match"),
     ({"a": (ONES, F32, 0)}, {"count": 2 ** 60}, "has a header that cannot be read"),
 ], ids=range(7))
 def test_a_lying_header_is_refused_in_words(tmp_path, tensors, how, words):

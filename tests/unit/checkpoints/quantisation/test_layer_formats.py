@@ -83,7 +83,7 @@ def test_a_layer_that_is_not_whole_is_refused_by_its_name(format_, options, tens
 def test_a_package_that_is_missing_or_too_old_is_named(monkeypatch):
     """Scaled float8 needs none: it is unpacked before each product."""
     layers = {format_: list(read(format_)[0].values()) for format_ in WHOLE}
-    words = "file holds weights in nvfp4, for which the package comfy-kitchen .*pip install -U comfy-kitchen"
+    words = "^Install or update comfy-kitchen: .*pip install -U comfy-kitchen .* file has weights in nvfp4, which need"
     kitchen_layers.check(sum(layers.values(), []), "file")
 
     monkeypatch.delattr("comfy_kitchen.tensor.TensorCoreNVFP4Layout")

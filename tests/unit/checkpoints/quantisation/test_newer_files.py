@@ -30,7 +30,7 @@ def test_the_attention_backend_of_a_module_is_no_weight(file_of, tmp_path, caplo
 
     assert checkpoint.shapes == open_checkpoint(file_of("sd3")).shapes
     assert checkpoint.meta_model() is not None
-    assert "names an attention backend for 2 attentions" in caplog.text
+    assert "selects an attention backend for 2 modules" in caplog.text
 
 
 def test_asymmetric_int8_is_rejected_by_name(file_of, tmp_path):

@@ -63,14 +63,14 @@ def said(format_):
                                                      "number of blocks of 32"),
     ({"a.comfy_quant": said('{"format": "int8_tensorwise"}')},
      "says that a.weight is int8_tensorwise, and it is F8_E4M3"),
-    ({"a.comfy_quant": said("float8")}, "what it says of its quantisation cannot be read"),
-    ({"a.comfy_quant": said("[1]")}, "what it says of its quantisation cannot be read"),
+    ({"a.comfy_quant": said("float8")}, "its quantisation metadata cannot be read"),
+    ({"a.comfy_quant": said("[1]")}, "its quantisation metadata cannot be read"),
     ({"a.weight_scale": None}, "lacks the scale of a.weight"),
     ({"a.weight": None}, "lacks a.weight"),
     ({"a.weight": FP8.bfloat16()}, "says that a.weight is float8_e4m3fn, and it is BF16"),
     ({"a.weight_scale": torch.ones(4)}, r"shape \[4\] for a.weight of shape \[4, 8\]"),
-    ({"a.comfy_quant": None}, "has a scale a.weight_scale, and does not say for what format"),
-    ({"b.weight_scale_2": torch.ones(1)}, "has a scale b.weight_scale_2, and does not say for what format"),
+    ({"a.comfy_quant": None}, "has a scale a.weight_scale without a format"),
+    ({"b.weight_scale_2": torch.ones(1)}, "has a scale b.weight_scale_2 without a format"),
     ({"a.weight.absmax": torch.ones(1)}, "bitsandbytes"),
 ], ids=str)
 def test_what_is_not_known_of_a_quantisation_is_refused_by_name(tmp_path, tensors, words):

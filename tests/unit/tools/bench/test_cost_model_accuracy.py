@@ -22,7 +22,7 @@ from xdit_backend.tools.bench.cost_model_accuracy import (
     read_memory_rows,
     score,
 )
-from xdit_backend.tools.bench.published_runs import NETS, read_rows
+from xdit_backend.tools.bench.published_runs import MODELS, read_rows
 
 COLUMNS = ("id,source,model,resolution,frames,tokens,text_tokens,steps,cfg_branches,gpu,number,link,machine,layout,"
            "deg_cfg,deg_ulysses,deg_ring,deg_pipefusion,deg_tensor,deg_distrifusion,patches,warmup,compiled,unit,"
@@ -105,7 +105,7 @@ def test_the_command_prints_all_models_and_links(table, tmp_path, capsys):
     lines = []
     for layout in ({}, {"pipefusion": 4}, {"ulysses": 4}):
         degrees = Degrees(**layout)
-        formula = 7 + rank_memory(NETS["flux.1-dev"], Job(4096, 512, 1), degrees,
+        formula = 7 + rank_memory(MODELS["flux.1-dev"], Job(4096, 512, 1), degrees,
                                   MemorySettings(exchanged_copies=2)).total / 1e9
         lines.append({"model": "flux.1-dev", "number": degrees.devices, "tokens": 4096, "text_tokens": 512,
                       "cfg_branches": 1, "gb": formula,
@@ -123,8 +123,8 @@ def test_the_command_prints_all_models_and_links(table, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("changed, message", [
-    ({"model": "sd9"}, "line 2 .R0. is left out: nothing is known of model 'sd9'"),
-    ({"gpu": "TPU"}, "nothing is known of gpu 'TPU'"),
+    ({"model": "sd9"}, "line 2 .R0. is left out: unknown model 'sd9'"),
+    ({"gpu": "TPU"}, "unknown gpu 'TPU'"),
     ({"seconds": "fast"}, "line 2 .R0. is left out: could not convert string"),
     ({"seconds": "0"}, "not a number above 0"),
     ({"seconds": "nan"}, "not a number above 0"), ({"tokens": ""}, "line 2 .R0. is left out: there is no 'tokens'"),

@@ -57,7 +57,7 @@ def test_a_plan_says_what_is_chosen_what_it_takes_and_what_limits_it(flux, tmp_p
     for seconds, faster in rows.values():
         within(abs(seconds * faster / rows["one device"][0] - 1), 0.01)
     assert (re.search(r"^\* CFG 2 ", text, re.MULTILINE) and "Plan: CFG 2, about " in text
-            and "Why: the devices compute nearly all" in text)
+            and "Why: compute-bound" in text)
 
 
 @pytest.mark.parametrize("per_machine, exactly, expected", [
@@ -71,7 +71,7 @@ def test_a_plan_of_two_machines_keeps_tokens_within_one(flux, tmp_path, capsys, 
 
     assert ("on 4 x a card, 2 a machine\n" in text) == (per_machine == 2)
     assert re.search(rf"Plan: ({expected}), about ", text), text
-    assert ("Machines are stages" in text) == expected.startswith("PipeFusion")
+    assert ("Each machine is a stage" in text) == expected.startswith("PipeFusion")
 
 
 def test_a_plan_spreads_what_does_not_fit(flux, tmp_path, capsys):
@@ -108,7 +108,7 @@ def test_an_exact_plan_spreads_the_layers(flux, tmp_path, capsys):
 
     assert (re.search(r"^\* tensor 2 .* compute|^\* tensor 2 .* link", text, re.MULTILINE)
             and "Plan: tensor 2, about " in text)
-    assert "its layers are spread, and the picture is one device's" in text
+    assert "its layers are sharded, and the image equals one device's" in text
 
 
 @pytest.mark.parametrize("weight_dtype, gigabytes", [("fp8_e4m3fn", "11.90"), ("int8", "11.92"), ("nf4", "6.70")])
@@ -123,7 +123,7 @@ def test_smaller_weights_and_larger_images(flux, tmp_path, capsys, weight_dtype,
 @pytest.mark.parametrize("arguments, message", [
     (["--size", "big"], "--size big: give width and height"), (["--size", "0x512"], "from 8 to"),
     (["--steps", "0"], "--steps 0: give a number"),
-    (["--frames", "9"], "Flux.1 makes pictures"), (["--branches", "3"], "from 1 to 2")], ids=str)
+    (["--frames", "9"], "Flux.1 generates images"), (["--branches", "3"], "from 1 to 2")], ids=str)
 def test_arguments_that_cannot_be_meant_are_refused(flux, tmp_path, capsys, arguments, message):
     with pytest.raises(ConfigError, match=message):
         planned(flux, tmp_path, capsys, *arguments)

@@ -65,5 +65,5 @@ def test_heads_that_two_devices_cannot_share_are_refused_before_anything_runs(tm
     def settings_of(*exchange):
         return settings(parser.parse_args(["--model", str(path), "--displaced", "2", *exchange]))
     assert len(settings_of()) > 1
-    with pytest.raises(ConfigError, match="^Leave out --exchange, or .* cannot share out the 3 attention heads"):
+    with pytest.raises(ConfigError, match="^Leave out --exchange, or .* cannot split the 3 attention heads"):
         settings_of("--exchange", "keys and values in fp8")

@@ -23,7 +23,7 @@ def short(monkeypatch):
     """Of Flux.1 dev one block of each kind."""
     flux = published_models.PUBLISHED["flux.1-dev"]
     model = published_models.Published(flux.family, branches=1,
-                                       given=flux.given | {"num_layers": 1, "num_single_layers": 1})
+                                       arguments=flux.arguments | {"num_layers": 1, "num_single_layers": 1})
     monkeypatch.setitem(published_models.PUBLISHED, "flux.1-dev", model)
 
 
@@ -78,7 +78,7 @@ def test_rates_of_a_format_are_said_and_counted(short, tmp_path, capsys):
         (tmp_path / "machine.json").write_text(json.dumps(MACHINE | {"devices": [device]}))
         text = said(capsys, "flux.1-dev", "--machine", tmp_path / "machine.json", "--layouts", "one", "--weight-dtype",
                     "mxfp8")
-        assert f"with these weights: mxfp8 (100% of their numbers) {times} times as fast as in 16 bits." in text
+        assert f"with these weights: mxfp8 (100% of their elements) {times} times as fast as in 16 bits." in text
         row = ROW.search(text)
         assert row["bound"] == "arithmetic"
         seconds[times] = float(row["seconds"])

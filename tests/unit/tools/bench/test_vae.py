@@ -40,4 +40,4 @@ def test_bench_vae_prints_times_and_memory():
 def test_bench_vae_refuses_sizes_that_are_no_images():
     result = bench("--sizes", "100")
 
-    assert result.returncode != 0 and "must be multiples of 8" in result.stderr
+    assert result.returncode != 0 and "Use multiples of 8 for --sizes" in result.stderr

@@ -12,7 +12,7 @@ import torch
 
 from tests.support.model_zoo import ALIKE, unit
 from xdit_backend.checkpoints.quantisation.layerwise_casting import add_at_use
-from xdit_backend.checkpoints.tensor_sharding import held, tensor_splits
+from xdit_backend.checkpoints.tensor_sharding import storage_dtypes, tensor_splits
 from xdit_backend.comfyui.install_location import comfyui_version, find_comfyui
 from xdit_backend.models import FAMILIES
 from xdit_backend.models.common.family import Family
@@ -126,7 +126,7 @@ def weights_of(row, layout_name, rank=-1, storage="bfloat16", item_bytes=0):
         splits = tensor_splits(model, family.plan, degree)
     in_file = model.state_dict().keys() if item_bytes else ()
     here, indices, total = own_blocks(model, family, spec, rank), block_indices(model, family.blocks), 0
-    for name, tensor, dtype in held(model, family, spec):
+    for name, tensor, dtype in storage_dtypes(model, family, spec):
         is_outside = family.is_unet or name.startswith(family.plan.shared_parameters)
         block = None if is_outside else indices.get(block_path(name))
         if block is None or block in here:

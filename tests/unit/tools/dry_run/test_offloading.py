@@ -11,7 +11,7 @@ from tests.support.tiers import by_default
 from xdit_backend.__main__ import make_parser
 from xdit_backend.checkpoints.offload.block_offload import OffloadedBlocks
 from xdit_backend.checkpoints.offload.offload_plan import plan_weights
-from xdit_backend.checkpoints.tensor_sharding import held
+from xdit_backend.checkpoints.tensor_sharding import storage_dtypes
 from xdit_backend.partition import FULL
 from xdit_backend.planner.cost_model import COLLECTIVES, Device, Links
 from xdit_backend.planner.layout_search import Machine
@@ -129,7 +129,7 @@ def parts_of(fit, spec):
     """[bytes of each of two ranks' part of a block that comes], [those that both bring], by arithmetic on shapes."""
     model, family = fit.subject.model, fit.subject.checkpoint.family
     come, sizes = plan_weights(model, family, spec, spec.weights_memory)[1], {}
-    for name, tensor, dtype in held(model, family, spec):
+    for name, tensor, dtype in storage_dtypes(model, family, spec):
         if name in come:
             taken = -(-tensor.numel() * dtype.itemsize // 512) * 512
             sizes[come[name]] = sizes.get(come[name], 0) + taken
@@ -141,7 +141,7 @@ def parts_of(fit, spec):
 def short(monkeypatch):
     """Of Flux.1 dev two blocks of each kind."""
     flux = published_models.PUBLISHED["flux.1-dev"]
-    model = dataclasses.replace(flux, given=flux.given | {"num_layers": 2, "num_single_layers": 2})
+    model = dataclasses.replace(flux, arguments=flux.arguments | {"num_layers": 2, "num_single_layers": 2})
     monkeypatch.setitem(published_models.PUBLISHED, "short", model)
 
 
@@ -153,7 +153,7 @@ def test_ranks_that_share_weights_are_counted_as_they_send_them(short, name):
     shared, alone = (count(each.subject.checkpoint, spec, each.layout, 1, each.run) for each in (fit, slow))
     parts, rest = parts_of(fit, spec)
 
-    assert "a part over each device" in fit.answer() and "a part" not in slow.answer()
+    assert "one shard by each device" in fit.answer() and "one shard" not in slow.answer()
     assert shared.shared_bytes == sum(parts) == shared.sent_bytes - alone.sent_bytes
     assert shared.sent_bytes == shared.reported_bytes
     assert shared.num_exchanges == alone.num_exchanges + len(parts)

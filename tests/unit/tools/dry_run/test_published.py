@@ -157,7 +157,7 @@ def test_a_peak_where_tensor_parallelism_leaves_attention_whole_is_what_was_fore
 
 def test_it_notices_attention_that_is_taken_to_be_divided():
     def divided(dims, *given):
-        return rank_memory(dataclasses.replace(dims, whole_attention=False), *given)
+        return rank_memory(dataclasses.replace(dims, replicated_attention=False), *given)
 
     assert off_by("hunyuan3d-2.1", "ulysses2-tensor2", divided) < -0.1
 
