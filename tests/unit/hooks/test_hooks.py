@@ -293,7 +293,7 @@ def test_hooks_are_placed_once(name, hooks):
     one = example(name)
     hooks(one.model, one.family.plan)
 
-    with pytest.raises(AssertionError, match="has its hooks"):
+    with pytest.raises(AssertionError, match="has hooks already"):
         hooks(one.model, one.family.plan)
 
 

@@ -424,24 +424,24 @@ def a_stand_in_is_attended_to():
 
 def forecast_in_steps_not_in_time():
     """Every step counts as long as the one before."""
-    turn = KeyValueEntry.turn
+    turn = KeyValueEntry.begin_call
 
     def by_steps(self, time, strength, allocate):
         weight = turn(self, time, strength, allocate)
         return weight and (1.0 if weight == 1.0 else 1.0 + strength)
-    KeyValueEntry.turn = by_steps
+    KeyValueEntry.begin_call = by_steps
 
 
 def forecast_of_a_forecast():
     """The buffers do not change places: the slope is of what was forecast, not of what was seen."""
-    turn = KeyValueEntry.turn
+    turn = KeyValueEntry.begin_call
 
     def still(self, time, strength, allocate):
         weight = turn(self, time, strength, allocate)
         if weight is not None:
             self.before_KBNTH.copy_(self.both_KBNTH if weight != 1.0 else self.before_KBNTH)
         return weight
-    KeyValueEntry.turn = still
+    KeyValueEntry.begin_call = still
 
 
 def edges_of_this_step_alone():
