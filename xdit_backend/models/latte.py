@@ -76,7 +76,7 @@ LATTE = Family(
     convert=lambda tensors, config: tensors, latent=LATENT, adapt_model=_adapt,
     sampled=Sampled("EPS", {"beta_schedule": "sqrt_linear", "linear_start": 0.0001, "linear_end": 0.02}, "SD15", {
         "latent_dimensions": 3}, memory=0.5),
-    num_channels=lambda config: config["in_channels"],         # the other half is the variance
+    num_channels=lambda config: config["in_channels"],         # the other half of the channels is the variance
     conditioning={"context": "caption_channels"},
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "enable_temporal_attentions": False},

@@ -98,7 +98,7 @@ def test_previews_show_the_image(demo):
 
 
 def test_a_long_prompt_is_refused(demo):
-    with pytest.raises(ValueError, match="^Shorten the prompt: it has 30 words, and the demo model reads 24"):
+    with pytest.raises(ValueError, match="^Shorten the prompt: it has 30 words, and the demo model reads at most 24"):
         demo.conditioning("word " * 30)
 
 

@@ -83,7 +83,7 @@ def test_other_sizes_are_refused_with_what_it_takes(comfyui):
     arguments = {"positive": prompt(comfyui, 1), "negative": prompt(comfyui, 2),
                  "latent": {"samples": torch.zeros(1, 3, 100, 64)}}
 
-    with pytest.raises(comfyui.errors.ConfigError, match="multiples of 32 pixels.* of 100 x 64"):
+    with pytest.raises(comfyui.errors.ConfigError, match="multiples of 32 pixels.* has 100 x 64"):
         comfyui.sample(comfyui.ours(KIND, comfyui.config("cpu,cpu", ulysses=2)), KIND, **arguments)
     with pytest.raises(RuntimeError):
         comfyui.sample(comfyui.native(KIND), KIND, **arguments)

@@ -215,7 +215,7 @@ class Packed(Unpacked):
             axes = scaled_positions([torch.arange(float(start), float(start + count), device=call.latent.device)
                                      for start, count in zip(starts, counts)], call)
             positions.append(torch.cartesian_prod(*(first + own if first else own for first, own in zip(at, axes))))
-            starts = 0, 0, 0                                   # of a reference
+            starts = 0, 0, 0                                   # references are not cut into patches
         return torch.cat(positions)
 
     def shapes(self, call):

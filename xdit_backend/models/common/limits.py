@@ -1,6 +1,6 @@
 """Limit on the number of blocks, which are all built before the tensors of a file are compared with the model's."""
 
-MAX_BLOCKS = 256                           # of one list; the longest published one has 60 (Qwen-Image)
+MAX_BLOCKS = 256                           # per block list; the longest published one has 60 (Qwen-Image)
 
 
 def count_blocks(prefix, shapes):

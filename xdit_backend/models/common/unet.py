@@ -44,7 +44,7 @@ VIDEO_KEYS = table((r"^class_embedding\.", "add_embedding."),
                    (r"(attentions\.\d+)\.time_stack\.", r"\1.temporal_transformer_blocks."),
                    (r"time_pos_embed\.0\.", "time_pos_embed.linear_1."),
                    (r"time_pos_embed\.2\.", "time_pos_embed.linear_2."))
-# and back
+# inverse of VIDEO_KEYS
 FROM_VIDEO = ((".spatial_res_block.", "."), (".temporal_res_block.", ".time_stack."),
               (".temporal_transformer_blocks.", ".time_stack."), (".time_pos_embed.linear_1.", ".time_pos_embed.0."),
               (".time_pos_embed.linear_2.", ".time_pos_embed.2."))
