@@ -707,6 +707,28 @@ export const ZH = {
     "{0}，上次 {1}，速度为单个设备的 {2} 倍",
   "{}, {} the last time":
     "{0}，上次 {1}",
+  "Weights: {} GB resident per device, {} GB offloaded to system RAM and streamed {}":
+    "权重：每个设备常驻 {0} GB，{1} GB 卸载到内存，{2}",
+  "at every step":
+    "每一步流式传输",
+  "at every step,":
+    "每一步流式传输，",
+  "for each of {} patches ({} GB per step)":
+    "对 {0} 块中的每一块流式传输（每步 {1} GB）",
+  "for each of {} patches ({} GB per step),":
+    "对 {0} 块中的每一块流式传输（每步 {1} GB），",
+  "{}, one shard by each device, which all-gather them":
+    "{0}，每个设备读取一个分片，再相互收集（all-gather）",
+  "{}, hidden behind compute ({} of {} per step)":
+    "{0}，被计算掩盖（每步 {2} 中的 {1}）",
+  "{}, transfer-bound: {} of transfers for {} of compute per step.":
+    "{0}，受传输限制：每步传输 {1}，计算 {2}。",
+  "For a faster run, use smaller weights (fp8, GGUF), fewer devices or pipefusion_degree":
+    "要加快运行，请使用更小的权重（fp8、GGUF）、更少的设备或 pipefusion_degree",
+  "{} more than fits in free system RAM: read from disk at {} GB/s, {} per step.":
+    "{0}超出空闲内存：以 {1} GB/s 从磁盘读取，每步 {2}。",
+  "For a faster run, add system RAM or use smaller weights (fp8, GGUF)":
+    "要加快运行，请增加内存或使用更小的权重（fp8、GGUF）",
   "one device":
     "单个设备",
   "{}, {} patches":
