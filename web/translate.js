@@ -5,7 +5,7 @@ import { ZH_NOTES, ZH_TITLES } from "./zh_notes.js";
 
 const TABLES = { zh: { ...ZH, ...ZH_NOTES } };
 const TITLES = { zh: ZH_TITLES };
-const MAX_DEPTH = 6;                       // of texts within texts
+const MAX_DEPTH = 10;                      // of texts within texts
 const compiled = {};                       // language -> [[expression, translation]], first those that begin with words of their own, and have most
 
 /** A message in a language: as a whole, else sentence by sentence; what has no translation stays as it is. */
