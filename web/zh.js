@@ -870,24 +870,24 @@ export const ZH = {
     "请参阅 xDiT 节点文件夹中的 docs/guide/troubleshooting.md。",
   "Use {}. Worker rank {} ({}) failed with {}: out of memory: {}":
     "请使用{0}。工作进程 rank {1}（{2}）因 {3} 失败：内存不足：{4}",
-  "{} more were requested, and {} of {} are free: {} are missing.":
-    "又请求了 {0}，{2} 中有 {1} 空闲：还缺 {3}。",
-  "{} more were requested, and {} of {} are free.":
-    "又请求了 {0}，{2} 中有 {1} 空闲。",
-  "{} more were requested, and {} are free: {} are missing.":
-    "又请求了 {0}，有 {1} 空闲：还缺 {2}。",
-  "{} more were requested, and {} are free.":
-    "又请求了 {0}，有 {1} 空闲。",
-  "more memory was requested, and {} of {} are free.":
-    "又请求了内存，{1} 中有 {0} 空闲。",
-  "more memory was requested, and {} are free.":
-    "又请求了内存，有 {0} 空闲。",
-  "In use: {}.":
-    "占用情况：{0}。",
+  "{} more were requested, and {} of {} are free: {} are missing{}":
+    "又请求了 {0}，{2} 中有 {1} 空闲：还缺 {3}{4}",
+  "{} more were requested, and {} of {} are free{}":
+    "又请求了 {0}，{2} 中有 {1} 空闲{3}",
+  "{} more were requested, and {} are free: {} are missing{}":
+    "又请求了 {0}，有 {1} 空闲：还缺 {2}{3}",
+  "{} more were requested, and {} are free{}":
+    "又请求了 {0}，有 {1} 空闲{2}",
+  "more memory was requested, and {} of {} are free{}":
+    "又请求了内存，{1} 中有 {0} 空闲{2}",
+  "more memory was requested, and {} are free{}":
+    "又请求了内存，有 {0} 空闲{1}",
+  "{}. In use: {}. {}":
+    "{0}。占用情况：{1}。{2}",
   "{} GB; {}":
-    "{0} GB；{1}",
+    "{0} GB，以及 {1}",
   "{} MB; {}":
-    "{0} MB；{1}",
+    "{0} MB，以及 {1}",
   "weights {}":
     "权重 {0}",
   "a second copy of weights for the run {}":
@@ -918,10 +918,8 @@ export const ZH = {
     "更多设备",
   "larger devices":
     "更大的设备",
-  "a smaller latent or batch: at most {} of these pixels (each side times {}), frames or images fit next to the weights":
-    "更小的 latent 或批次：除权重外最多可容纳这些像素（边长乘以 {1}）、帧或图像的 {0}",
-  "a smaller image or batch: at most {} of these pixels (each side times {}), frames or images fit next to the weights":
-    "更小的图像或批次：除权重外最多可容纳这些像素（边长乘以 {1}）、帧或图像的 {0}",
+  "{} or batch: at most {} of these pixels (each side times {}), frames or images fit next to the weights":
+    "{0}或更小的批次：除权重外最多可容纳这些像素（边长乘以 {2}）、帧或图像的 {1}",
   "at least {} devices with ulysses_degree or ring_degree":
     "至少 {0} 个设备，并设置 ulysses_degree 或 ring_degree",
   "at least {} devices for Distributed VAE Decode or Encode":
@@ -931,11 +929,7 @@ export const ZH = {
   "weights_memory \"{}\", with which the other weights are streamed from system RAM":
     "weights_memory \"{0}\"，使其余权重从系统内存流式传输",
   "instead of 16-bit weights, weight_dtype {}":
-    "用 weight_dtype {0} 代替 16 位权重",
-  "{} GB) or {}":
-    "{0} GB) 或 {1}",
-  "nf4, with the package bitsandbytes ({}":
-    "nf4（需要软件包 bitsandbytes）({0}",
+    "代替 16 位权重的 weight_dtype {0}",
   "pipefusion_degree or tensor_degree, which shard the weights over the devices":
     "pipefusion_degree 或 tensor_degree，把权重分片到各设备",
   "the device without other programs, which take {} (nvidia-smi shows them)":

@@ -32,13 +32,13 @@ def test_written_is_as_it_was_and_reverse_from_the_end():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_drawn_order_keeps_files_together_and_a_part_of_it_is_in_the_same_order(seed):
-    drawn, part = arranged("drawn", seed), WRITTEN[::3]
+    drawn, part = arranged("random", seed), WRITTEN[::3]
     files = [item.nodeid.partition("::")[0] for item in drawn]
 
-    assert sorted(drawn) == WRITTEN and drawn not in (WRITTEN, arranged("drawn", seed + 1))
+    assert sorted(drawn) == WRITTEN and drawn not in (WRITTEN, arranged("random", seed + 1))
     assert sum(one != other for one, other in zip(files, files[1:])) == 5 and files != sorted(files)
     assert [item for item in drawn
-            if item in part] == arranged("drawn", seed, part) == arranged("drawn", seed, part[::-1])
+            if item in part] == arranged("random", seed, part) == arranged("random", seed, part[::-1])
 
 
 def test_what_is_drawn_is_of_the_day_of_the_commit_and_another_each_time_where_files_differ_from_it(tmp_path):
@@ -65,10 +65,10 @@ def test_what_is_drawn_is_of_the_day_of_the_commit_and_another_each_time_where_f
 def test_all_processes_draw_the_same_order():
     """pytest-xdist refuses to run where they found tests in orders that differ."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "--order",
-               "drawn", "tests/project/test_ordering.py", "tests/project/test_tolerances.py", "-k", "not processes"]
+               "random", "tests/project/test_ordering.py", "tests/project/test_tolerances.py", "-k", "not processes"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
 
-    assert result.returncode == 0 and "again with --order drawn --order-seed" in result.stdout, result.stdout
+    assert result.returncode == 0 and "again with --order random --order-seed" in result.stdout, result.stdout
 
 
 @pytest.mark.parametrize("left_s, ran, told", [
@@ -83,7 +83,7 @@ def test_tests_whose_turn_comes_too_late_are_skipped_and_counted(left_s, ran, to
 
 
 def test_who_runs_beside_the_tests_is_busy():
-    process, = start_busy(Config(collections.namedtuple("Option", "beside")(1)))
+    process, = start_busy(Config(collections.namedtuple("Option", "background_load")(1)))
     try:
         while sum(psutil.Process(process.pid).cpu_times()[:2]) < 0.1:
             assert process.poll() is None

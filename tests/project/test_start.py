@@ -153,9 +153,9 @@ def test_an_import_that_fails_is_told_by_its_last_line(start):
 
 
 @pytest.mark.parametrize("given, has, lacks", [
-    ([], ["-n", "not slow or drawn"], ["--order=drawn"]),
-    (["--order", "drawn", "--order-seed", "7"], ["-n", "not slow or drawn", "--order=drawn", "--order-seed=7"], []),
-    (["--rest", "--beside", "2"], ["-n", "slow and not quantisers", "--beside=2"], []),
+    ([], ["-n", "not slow or drawn"], ["--order=random"]),
+    (["--order", "random", "--order-seed", "7"], ["-n", "not slow or drawn", "--order=random", "--order-seed=7"], []),
+    (["--rest", "--background-load", "2"], ["-n", "slow and not quantisers", "--background-load=2"], []),
     (["--rest", "--portion", "commit", "--record", "a"], ["-n", "slow and not quantisers", "--portion=commit",
                                                           "--record=a"], []),
     (["--smoke", "--smoke-seed=3"], ["smoke", "--smoke-seed=3"], ["-n"]),

@@ -1,5 +1,5 @@
 """In which order tests run, beside what, and what they draw:
-pytest's --order, --order-seed, --beside, --smoke-seed, --until, for conftest.py."""
+pytest's --order, --order-seed, --background-load, --smoke-seed, --until, for conftest.py."""
 
 import random
 import subprocess
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ORDERS = ("written", "reverse", "drawn")
+ORDERS = ("written", "reverse", "random")
 SEEDS = ("order_seed", "smoke_seed")
 NO_TIME = "no time left"
 FIRST = "tests/integration/test_smoke.py::"
@@ -19,12 +19,12 @@ BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n for _ 
 
 def add_options(parser):
     parser.addoption("--order", choices=ORDERS, default="written", help="of the files, and of the tests in each")
-    parser.addoption("--order-seed", type=int, metavar="SEED", help="of --order drawn; default: of the commit's day")
+    parser.addoption("--order-seed", type=int, metavar="SEED", help="of --order random; default: of the commit's day")
     parser.addoption("--smoke-seed", type=int, metavar="SEED",
                      help="of the layouts of tests/integration/test_smoke.py and all else that is drawn; "
                           "default: of the commit's day")
-    parser.addoption("--beside", type=int, default=0, metavar="COUNT",
-                     help="so many processes that are never idle run beside the tests")
+    parser.addoption("--background-load", type=int, default=0, metavar="COUNT",
+                     help="number of busy processes to run alongside the tests")
     parser.addoption("--until", type=float, metavar="TIME",
                      help="seconds since 1970: tests whose turn comes later are skipped")
 
@@ -55,18 +55,18 @@ def committed(folder):
 
 
 def header(config):
-    order, seed, beside = config.option.order, config.option.order_seed, config.option.beside
+    order, seed, load = config.option.order, config.option.order_seed, config.option.background_load
     lines = {"written": [], "reverse": ["order: reverse"],
-             "drawn": [f"order: drawn, again with --order drawn --order-seed {seed}"]}[order]
+             "random": [f"order: random, again with --order random --order-seed {seed}"]}[order]
     lines.append(f"layouts of the smoke test: --smoke-seed {config.option.smoke_seed}")
-    return lines + ([f"beside {beside} busy processes"] if beside else [])
+    return lines + ([f"background load: {load} busy processes"] if load else [])
 
 
 def arrange(items, order, seed):
     """Order the tests. A part of them, drawn with the same seed, has the same order as among all."""
     if order == "reverse":
         items.reverse()
-    elif order == "drawn":
+    elif order == "random":
         items.sort(key=lambda item: (drawn(seed, item.nodeid.partition("::")[0]), drawn(seed, item.nodeid)))
     else:                                  # the smoke test first: it tells of every family in a minute
         items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
@@ -83,6 +83,6 @@ def drawn(seed, name):
 
 
 def start_busy(config):
-    """The processes of --beside, which end with this one; none in the processes of pytest-xdist."""
-    count = 0 if hasattr(config, "workerinput") else config.option.beside
+    """Start the processes of --background-load, which end with this one; none in the processes of pytest-xdist."""
+    count = 0 if hasattr(config, "workerinput") else config.option.background_load
     return [subprocess.Popen([sys.executable, "-S", "-c", BUSY]) for _ in range(count)]

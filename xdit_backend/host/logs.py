@@ -1,4 +1,4 @@
-"""Log folders: workers' output and errors in a private folder per group, of which the last few are kept.
+"""Log folders: workers' output and errors in a private folder for each of the last few groups.
 
 A folder has torchrun.log, rank-N.log and errors.log. The size of a file is bounded (worker/log_rotation.py), and so is
 the number of folders. Next to them, each running ComfyUI has a file with the state of other machines.

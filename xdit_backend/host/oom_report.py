@@ -50,14 +50,15 @@ def remedies(numbers, num_ranks, command="Predict", device="cuda:0"):
 
 
 def _of_sizes(numbers, num_ranks, is_of_vae):
-    (needed, available), name = run_bytes(numbers), "image" if is_of_vae else "latent"
-    method = "for Distributed VAE Decode or Encode" if is_of_vae else "with ulysses_degree or ring_degree"
+    needed, available = run_bytes(numbers)
+    smaller = "a smaller image" if is_of_vae else "a smaller latent"
     if needed - numbers.get("requested_bytes", 0) < MIN_BYTES or available >= needed:
-        return [f"a smaller {name}", "more devices"]
-    share, devices = available / needed, max(num_ranks + 1, math.ceil(num_ranks * needed / available))
-    return [f"a smaller {name} or batch: at most {share:.0%} of these pixels (each side times "
-            f"{math.sqrt(share):.2f}), frames or images fit next to the weights",
-            f"at least {devices} devices {method}"]
+        return [smaller, "more devices"]
+    fraction, devices = available / needed, max(num_ranks + 1, math.ceil(num_ranks * needed / available))
+    return [f"{smaller} or batch: at most {fraction:.0%} of these pixels (each side times {math.sqrt(fraction):.2f}), "
+            f"frames or images fit next to the weights",
+            f"at least {devices} devices for Distributed VAE Decode or Encode" if is_of_vae
+            else f"at least {devices} devices with ulysses_degree or ring_degree"]
 
 
 def _of_weights(numbers, can_stream, is_load):

@@ -34,7 +34,7 @@ class Request:
     command: str = ""                              # name of its message
     can_stop: bool = False                         # ranks can abort it when nobody waits for it any more
     activity: str = ""                             # part of a sentence, with a leading space
-    is_resumable: bool = False                     # its answers are kept for a repeated wait
+    is_resumable: bool = False                     # its answers can be waited for again
     done: dict = field(default_factory=dict)
     failed: dict = field(default_factory=dict)
     failed_s: float = 0.0

@@ -103,7 +103,7 @@ class Searching:
 
 @message(frozen=True, config=STRICT)
 class Tensor:
-    """Announces an input tensor of a following command. Its non-zero chunks follow as Pieces."""
+    """Announces an input tensor of a following command. Its non-zero chunks follow, each as a Piece."""
 
     segment: Segment               # on the host
 

@@ -20,7 +20,7 @@ class Key:
     """Credentials of a machine to join: they authenticate the host to it, and it to the host."""
 
     fingerprint: bytes             # SHA-256 of the host's certificate
-    secret: bytes = field(repr=False)                          # kept out of tracebacks and logs
+    secret: bytes = field(repr=False)                          # not in tracebacks and logs
 
     @property
     def text(self):

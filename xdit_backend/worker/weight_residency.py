@@ -21,7 +21,7 @@ class Residency:
     """The weights of a model on this rank. The parked ones are always a prefix, in the order of the model's modules.
 
     files: {id of a weight: its mapping of the checkpoint file}, for those that have one. to_device(tensor) copies from
-    system RAM to the device, to_host(tensor, target) back. offloaded: checkpoints.offload.block_offload.OffloadedBlocks
+    system RAM to the device, to_host(tensor, target) back. offloaded: an OffloadedBlocks
     or None.
     """
 

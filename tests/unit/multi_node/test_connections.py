@@ -520,7 +520,7 @@ def test_a_host_opens_no_file_of_a_joined_machine_by_its_path(tmp_path):
     joined.replies = SimpleNamespace(send=answers.append)
 
     def load(path):
-        return joined._of_here(messages.LoadModel(1, specs.ModelSpec("a", "Flux.1", str(path), "float32", "float32")))
+        return joined._localised(messages.LoadModel(1, specs.ModelSpec("a", "Flux.1", str(path), "float32", "float32")))
     joined._find(Find(str(private), Contents().of(private)))
     assert [type(answer) for answer in answers if not isinstance(answer, Searching)] == [Missing]
     for path in (private, public, "/etc/passwd"):

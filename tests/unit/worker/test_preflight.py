@@ -31,7 +31,8 @@ def words_of_links(rank, world_size, fault):
 def test_numbers_that_arrive_as_others_are_noticed_with_who_sent_them(fault):
     told = run_ranks(words_of_links, 3, fault)
 
-    assert told == ["", "", ""] if not fault else all("cuda:5 sent cuda:" in words for words in told)
+    expected = "data from cuda:5 arrived corrupted on cuda:"
+    assert told == ["", "", ""] if not fault else all(expected in text for text in told)
 
 
 def test_a_transfer_that_raises_is_told_with_its_devices(monkeypatch):
