@@ -186,8 +186,8 @@ class RemoteModel:
         check_call(self.family, x, timestep, context)
         x, rescaled_options, finish = self.family.rescale_parts(x, timestep, extra, transformer_options)
         extra = self.family.unfold(extra | scales_of(self.family, transformer_options) | variant_of(self.family))
-        refuse_call(self.family, transformer_options, {"context": context, **extra})
         dims = self.modules[""][0]
+        refuse_call(self.family, transformer_options, {"context": context, **extra}, dims)
         extra = with_default_method(extra, dims, self._default_method)
         wrappers = wrappers_inside(dims, self.family, transformer_options)
         return finish(WrapperExecutor.new_class_executor(self._answer, dims, wrappers).execute(
