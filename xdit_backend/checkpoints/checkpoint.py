@@ -153,8 +153,8 @@ def _read_safetensors(path):
     layers, marks = layers_of(shapes, dtypes, metadata, lambda name: read(prefix + name), os.path.basename(path),
                               prefix)
     if configs := attention_configs(shapes):
-        log.info("%s names an attention backend for %d attentions. xDiT does not read it: they run by attention in xDiT "
-                 "Parallel Config.", os.path.basename(path), len(configs))
+        log.info("%s names an attention backend for %d attentions, which xDiT does not read: they run by attention in "
+                 "xDiT Parallel Config.", os.path.basename(path), len(configs))
     kitchen_layers.check(layers.values(), os.path.basename(path))
     shapes |= {name: layer.shape for name, layer in layers.items()}
     dtypes |= {name: layer.type for name, layer in layers.items()}

@@ -11,8 +11,8 @@ from ....xdit_backend.host.calls import Call
 from ....xdit_backend.planner.descriptions import describe_layout, layout_description
 from ....xdit_backend.planner.planner import USUAL_JOB, branches_together
 from ....xdit_backend.protocol.exchanges import describe_exchange
-from ..compatibility.comfyui_variants import variant_of
 from ..compatibility.block_patches import free_u_of, guided_of, operations_of, scores_of, tiles_of
+from ..compatibility.comfyui_variants import variant_of
 from ..compatibility.input_checks import check_call, check_conditioning, check_finite, check_latent
 from ..compatibility.inside import wrappers_inside
 from ..compatibility.model_options import call_backend, refuse_call, refuse_changed_modules, scales_of

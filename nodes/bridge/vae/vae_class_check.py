@@ -17,8 +17,8 @@ checked: set = set()                       # (VaeFamily's class, ComfyUI's class
 
 
 def check_vae_class(vae, kind):
-    """Raise UnsupportedError where ComfyUI's VAE and the workers would give other pixels or latents. vae: ComfyUI's VAE.
-    kind: its Kind."""
+    """Raise UnsupportedError where ComfyUI's VAE and the workers would give different pixels or latents. kind: the
+    VAE's Kind."""
     cls, family = type(vae.first_stage_model), kind.family
     key = family.class_name, cls, vae.latent_channels
     if family.tiny is None or key in checked:
