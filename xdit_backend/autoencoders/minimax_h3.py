@@ -1,9 +1,12 @@
 """MiniMax H3's video VAE, as ComfyUI's own module: a convolutional encoder and a transformer decoder, both of which run
 on tiles of a few frames and 256 x 256 pixels and blend them."""
 
+import functools
+import sys
+
 import torch
 
-from .vae_family import VaeFamily, count_layers, signed_pixels
+from .vae_family import VaeFamily, count_layers, replaced, signed_pixels
 
 ARGUMENTS = ("clip_length", "token_drop", "tile_size", "tile_overlap_min", "tiling")
 DECODER = ("num_layers", "heads", "dim_head")
@@ -33,6 +36,14 @@ def _finish(vae, settings):
     if sizes:
         made = vae.decoder
         vae.decoder = type(made)(made.patch_size, made.patch_size_t, **sizes)
+
+
+def _tiny(cls, model):
+    theirs = sys.modules[type(model).__module__]
+    # the class has no argument for the decoder's size
+    with replaced(theirs, ViT3DDecoder=functools.partial(theirs.ViT3DDecoder, num_layers=1, heads=1, dim_head=64)):
+        return cls(ch=32, ch_mult=(1,) * len(model.encoder.down), num_res_blocks=1,
+                   **{name: getattr(model, name) for name in ARGUMENTS})
 
 
 def _writes_into_buffer(vae):
@@ -74,5 +85,8 @@ MINIMAX_H3 = VaeFamily(
     decode=_decode,
     encode=lambda vae, video: vae.encode(video),
     pixels=_pixels,
+    tiny=_tiny,
+    tiny_size=(7, 3, 2),
+    tiny_frames=20,
     tiles={"_decode_pixels": _pixels_of, "_encode_moments": _moments_of},
 )

@@ -17,6 +17,7 @@ from ....xdit_backend.protocol.shared_memory import dtype_name
 from . import image_adapters
 from .attention_override import OVERRIDE, backend_of, override_backend
 from .block_patches import operation_of
+from .comfyui_version import refuse_new_keys
 from .lora_bypass import refused_injections
 from .proxy_modules import PULID_FLUX, changed_modules, is_module
 
@@ -112,12 +113,12 @@ def refuse_model_options(model_options, family):
     _refuse(_model_options(model_options, family))
 
 
-def refuse_call(family, transformer_options, extra):
+def refuse_call(family, transformer_options, extra, diffusion_model):
     """Raise UnsupportedError if a call of the model needs anything that the workers do not support, apart from its
     attention backend, see call_backend.
 
     extra: its arguments, unfolded, except the latent, the timestep, ControlNet (see controlnet.py) and
-    transformer_options.
+    transformer_options. diffusion_model: ComfyUI's diffusion model.
     """
     own = "rope_options", family.rope_options(extra)
     if own[1] and not transformer_options.get("rope_options"):
@@ -132,6 +133,7 @@ def refuse_call(family, transformer_options, extra):
                                f"support it for {family.name}.")
     known = {"context", CONTROLNETS_TEXT, *family.conditioning, *family.ignored}
     unknown = sorted(name for name, value in extra.items() if value is not None and name not in known)
+    refuse_new_keys(family.name, diffusion_model, unknown)
     if unknown:
         raise UnsupportedError(f"Remove the node that adds {', '.join(unknown)} to the conditioning, or use Load "
                                f"Diffusion Model: xDiT does not support it for {family.name} and would silently "

@@ -20,6 +20,7 @@ from ....xdit_backend.checkpoints.tensor_sharding import possible_splits, reside
 from ....xdit_backend.host.machine_profiles import capability_of
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.shared_memory import dtype_name
+from ..compatibility.comfyui_version import check_model_type
 from ..compatibility.input_checks import check_text
 from ..compatibility.pipefusion_support import KEY
 from ..compatibility.proxy_modules import remember_modules, use_worker_parameters
@@ -55,6 +56,7 @@ def load_proxy(path, weight_dtype, config):
     base_model = detection.base_model(storage_dtype, compute_dtype)
     sources = functools.cache(functools.partial(weight_sources, checkpoint, weakref.proxy(base_model)))
     detection.refuse_ignored(base_model, sources)
+    check_model_type(family, base_model)
     spec_of = functools.partial(checkpoint.spec, dtype_name(storage_dtype), quantisation=quantisation,
                                 fast=weight_dtype == FAST)
     dims = None if family.is_unet else dims_of(family, model, spec_of(dtype_name(compute_dtype)),

@@ -188,11 +188,11 @@ class RemoteModel:
         check_call(self.family, x, timestep, context)
         x, rescaled_options, finish = self.family.rescale_components(x, timestep, extra, transformer_options)
         extra = self.family.unfold(extra | scales_of(self.family, transformer_options) | variant_of(self.family))
-        refuse_call(self.family, transformer_options, {"context": context, **extra})
-        dims = self.modules[""][0]
-        extra = with_default_method(extra, dims, self._default_method)
-        wrappers = wrappers_inside(dims, self.family, transformer_options)
-        return finish(WrapperExecutor.new_class_executor(self._answer, dims, wrappers).execute(
+        diffusion_model = self.modules[""][0]
+        refuse_call(self.family, transformer_options, {"context": context, **extra}, diffusion_model)
+        extra = with_default_method(extra, diffusion_model, self._default_method)
+        wrappers = wrappers_inside(diffusion_model, self.family, transformer_options)
+        return finish(WrapperExecutor.new_class_executor(self._answer, diffusion_model, wrappers).execute(
             x, timestep, context=context, control=control, transformer_options=rescaled_options, **extra))
 
     def _answer(self, x, timestep, context, transformer_options, control=None, **extra):

@@ -9,6 +9,7 @@ from ....xdit_backend.autoencoders import supported
 from ....xdit_backend.planner.planner import is_long_work
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ..workers.worker_groups import GROUPS, check_packages, show_text
+from .vae_class_check import check_vae_class
 from .vae_detection import kind_of, name_of
 from .vae_patcher import half_of
 
@@ -123,4 +124,5 @@ def _kind_of(vae, what):
     if kind is None:
         raise UnsupportedError(f"Use VAE {what} for this VAE ({name_of(vae.first_stage_model)}): Distributed "
                                f"VAE {what} does not support it. It supports the VAEs of {supported()}.")
+    check_vae_class(vae, kind)
     return kind

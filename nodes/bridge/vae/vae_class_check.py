@@ -1,0 +1,84 @@
+"""Comparison of an autoencoder that runs as ComfyUI's own class with what this ComfyUI makes of it.
+
+The class is no interface: from version to version its pixels have another range, or its latents another number of
+frames. A tiny random autoencoder of the class is decoded and encoded in this process, once, as ComfyUI's VAE does it
+and as the workers do it."""
+
+import functools
+
+import torch
+
+from ....xdit_backend.autoencoders.vae_family import OfComfyUI, replaced
+from ....xdit_backend.protocol.errors import UnsupportedError
+from ..compatibility.comfyui_version import newer_comfyui
+
+TOLERANCE = 1e-3                           # of pixels from 0 to 1
+checked: set = set()                       # (VaeFamily's class, ComfyUI's class, channels of the latent)
+
+
+def check_vae_class(vae, kind):
+    """Raise UnsupportedError where ComfyUI's VAE and the workers would give different pixels or latents. kind: the
+    VAE's Kind."""
+    cls, family = type(vae.first_stage_model), kind.family
+    key = family.class_name, cls, vae.latent_channels
+    if family.tiny is None or key in checked:
+        return
+    try:
+        with torch.no_grad():
+            found = _difference(vae, kind, cls)
+    except (RuntimeError, TypeError, AttributeError, KeyError, IndexError, ValueError, NotImplementedError) as error:
+        raise _refusal(family, f"its VAE fails in a test ({type(error).__name__}: {error})") from error
+    if found is not None:
+        raise _refusal(family, found)
+    checked.add(key)
+
+
+def _refusal(family, what):
+    message = str(newer_comfyui(family.models[0], what))
+    return UnsupportedError(message.replace("Load Diffusion Model", "VAE Decode and VAE Encode"))
+
+
+def _difference(vae, kind, cls):
+    """How they differ, as a clause; None where they do not."""
+    family = kind.family
+    model = family.tiny(type(cls.__name__, (OfComfyUI, cls), {}), vae.first_stage_model).eval()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        width = parameter[0].numel() if parameter.ndim > 1 else 1
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * width ** -0.5)
+    buffers = dict(vae.first_stage_model.named_buffers())
+    for name, buffer in model.named_buffers():                 # such as the mean of latents
+        if name in buffers and buffers[name].shape == buffer.shape:
+            buffer.copy_(buffers[name])
+    ours, shapes = _copy_with(vae, model), []
+    latent = torch.randn(1, vae.latent_channels, *family.tiny_size, generator=generator)
+    want = vae.process_output(model.decode(latent.clone()).float())
+    with replaced(model, **{name: functools.partial(_recorded, getattr(model, name), functools.partial(shape_of, model),
+                                                    shapes) for name, shape_of in family.tiles.items()}):
+        pixels = family.pixels(model, family.decode(model, latent.clone()))
+        given = vae.process_input(want[:, :, :family.tiny_frames].clamp(0, 1).clone())
+        encoded = family.encode(model, given.clone())
+    frames = kind.decoded_frames(ours, latent.shape[2]), kind.encoded_frames(ours, given.shape[2])
+    moments = model.encode(given.clone())
+    if any(actual != said for actual, said in shapes):
+        return f"a tile of its VAE has the shape {shapes[0][0]}, where the pack knows {shapes[0][1]}"
+    for what, own, native, count in (("image", pixels, want, frames[0]), ("latent", encoded, moments, frames[1])):
+        if own.shape != native.shape or native.shape[2] != count:
+            return f"its VAE gives a {what} of shape {tuple(native.shape)}, where the pack knows {count} frames"
+        if not (own - native).abs().max() <= TOLERANCE * max(1.0, native.abs().max().item()):
+            return (f"its VAE gives a {what} of numbers from {native.min().item():.3g} to {native.max().item():.3g}, "
+                    f"where the pack knows {own.min().item():.3g} to {own.max().item():.3g}")
+    return None
+
+
+def _recorded(compute, shape_of, shapes, tile):
+    made = compute(tile)
+    shapes.append((tuple(made.shape), tuple(shape_of(tile.shape))))
+    return made
+
+
+def _copy_with(vae, model):
+    """ComfyUI's VAE with another module, for what Kind asks of it."""
+    same = object.__new__(type(vae))
+    vars(same).update(vars(vae) | {"first_stage_model": model})
+    return same
