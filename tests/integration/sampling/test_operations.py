@@ -102,7 +102,7 @@ def test_a_style_that_comfyuis_model_does_not_take_is_refused(comfyui):
     patch = UsoStyleProjectorPatch()
     patch.model_patch = types.SimpleNamespace(model=lambda image: torch.zeros(1, 3, 256))
     patch.encoded_image = torch.zeros(1)
-    for kind, error, message in (("flux", comfyui.errors.ConfigError, "^Use batch_size 1, cfg 1 .* called for 2 images"),
+    for kind, error, message in (("flux", comfyui.errors.ConfigError, "^Use batch_size 1, cfg 1 .* called for 2 "),
                                  ("flux2", comfyui.errors.UnsupportedError, "^Remove USO Style Reference")):
         model = comfyui.ours(kind, comfyui.config("cpu")).clone()
         model.set_model_post_input_patch(patch)
