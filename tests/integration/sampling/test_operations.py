@@ -102,7 +102,7 @@ def test_a_style_that_comfyuis_model_does_not_take_is_refused(comfyui):
     patch = UsoStyleProjectorPatch()
     patch.model_patch = types.SimpleNamespace(model=lambda image: torch.zeros(1, 3, 256))
     patch.encoded_image = torch.zeros(1)
-    for kind, error, message in (("flux", comfyui.errors.ConfigError, "^Use batch_size 1, cfg 1 .* asked for 2 images"),
+    for kind, error, message in (("flux", comfyui.errors.ConfigError, "^Use batch_size 1, cfg 1 .* called for 2 "),
                                  ("flux2", comfyui.errors.UnsupportedError, "^Remove USO Style Reference")):
         model = comfyui.ours(kind, comfyui.config("cpu")).clone()
         model.set_model_post_input_patch(patch)
@@ -262,8 +262,8 @@ def test_deep_shrink_is_refused_by_name_where_it_cannot_be(comfyui):
             ("sdxl", {}, {"upscale_method": "bislerp"}, None, "^Choose another method than bislerp"),
             ("sdxl", {}, {"downscale_method": "bislerp"}, None, "^Choose another method than bislerp"),
             ("svd", {}, {}, None, "^Remove PatchModelAddDownscale: it is for images"),
-            ("sdxl", {}, {}, "SelfAttentionGuidance", "^Remove PatchModelAddDownscale, or Self-Attention Guidance"),
-            ("sdxl", {}, {}, "HyperTile", "^Remove PatchModelAddDownscale, or HyperTile"),
+            ("sdxl", {}, {}, "SelfAttentionGuidance", "^Remove PatchModelAddDownscale or Self-Attention Guidance"),
+            ("sdxl", {}, {}, "HyperTile", "^Remove PatchModelAddDownscale or HyperTile"),
             ("sd3", {}, {}, None, "does not support the patches .*output_block")):
         model = comfyui.ours(kind, comfyui.config("cpu,cpu" if degrees else "cpu", **degrees))
         changed = shrunk(comfyui, model if node is None else tiled(comfyui, model) if node == "HyperTile" else run_node(
@@ -273,5 +273,5 @@ def test_deep_shrink_is_refused_by_name_where_it_cannot_be(comfyui):
             comfyui.sample(changed, kind, steps=1)
     parted = shrunk(comfyui, comfyui.ours("sdxl", comfyui.config()))
     parted.model_options["transformer_options"]["patches"]["output_block_patch"] *= 2
-    with pytest.raises(comfyui.errors.UnsupportedError, match="^Use PatchModelAddDownscale as it is"):
+    with pytest.raises(comfyui.errors.UnsupportedError, match="^Use PatchModelAddDownscale without changing"):
         comfyui.sample(parted, "sdxl", steps=1)
