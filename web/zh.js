@@ -48,11 +48,11 @@ export const ZH = {
   "Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree higher, or remove HyperTile: it cuts full images into tiles, and each device has only some of their rows.":
     "请在 xDiT 并行配置中把 displaced_degree 设为 1，并提高 cfg_degree 或 data_degree，或移除 HyperTile：它把整张图像切成小块，而每个设备只有其中几行。",
   "Remove HyperTile: some tokens that it cuts into tiles in {} are not pixels of one image.":
-    "请移除 HyperTile：它在 {0} 中切成小块的一部分令牌不是同一张图像的像素。",
+    "请移除 HyperTile：它在 {0} 中切成小块的一部分 token 不是同一张图像的像素。",
   "Remove HyperTile, or the other node that changes self-attention (another HyperTile, Perturbed-Attention or Self-Attention Guidance): xDiT does not combine them.":
     "请移除 HyperTile，或另一个改变自注意力的节点（另一个 HyperTile、扰动注意力引导或自注意力引导）：xDiT 不能组合它们。",
   "Remove TomePatchModel, or use Load Diffusion Model: it selects the tokens to merge at random in every layer, and each device would select different ones.":
-    "请移除 TomePatchModel，或使用“UNet加载器”：它在每一层随机选择要合并的令牌，而每台设备会选出不同的令牌。",
+    "请移除 TomePatchModel，或使用“UNet加载器”：它在每一层随机选择要合并的 token，而每台设备会选出不同的 token。",
   "Set swap_size of HyperTile to 2 or less: above that it selects tile sizes at random in every layer, and each device would select different ones.":
     "请把 HyperTile 的 swap_size 设为 2 或更小：更大时它在每一层随机选择小块的大小，而每个设备会选出不同的大小。",
   "Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree higher, or remove FreeU: it filters the frequencies of full images, and each device has only some of their rows.":
@@ -124,19 +124,19 @@ export const ZH = {
   "Move, enlarge or remove an area that lies outside the image: the latent, or the area of it that a prompt is for, is empty (its shape is {}).":
     "请移动、扩大或删除位于图像之外的区域：latent 或提示词所用的区域为空（形状为 {0}）。",
   "Encode an empty text with the text encoder's node for an empty prompt: the conditioning has no text tokens (its shape is {}), and {} needs at least one.":
-    "要使用空提示词，请用文本编码节点编码空文本：条件中没有文本令牌（形状为 {0}），而 {1} 至少需要一个。",
+    "要使用空提示词，请用文本编码节点编码空文本：条件中没有文本 token（形状为 {0}），而 {1} 至少需要一个。",
   "{}: {} contains NaN or infinite values, so no image can be generated.":
     "{0}：{1} 含有 NaN 或无穷大的数值，无法生成图像。",
   "Connect the output of a suitable node: {} is {}, and must be {}.":
     "请连接合适节点的输出：{0} 是 {1}，而必须是 {2}。",
   "Set shift_t of Scale ROPE to 0: xDiT recognises the tokens of Flux.2's reference images at timestep 0, which this workflow uses, by these positions.":
-    "请把 Scale ROPE 的 shift_t 设为 0：xDiT 靠这些位置识别 Flux.2 参考图像的令牌，而此工作流让它们处于时间步 0。",
+    "请把 Scale ROPE 的 shift_t 设为 0：xDiT 靠这些位置识别 Flux.2 参考图像的 token，而此工作流让它们处于时间步 0。",
   "Connect Apply SeedVR2 Conditioning to the sampler: the conditioning has no video for SeedVR2 to restore.":
     "请把 Apply SeedVR2 Conditioning 接到采样器：条件中没有供 SeedVR2 修复的视频。",
   "Connect the same latent to Apply SeedVR2 Conditioning and to the sampler: their sizes are {} and {}.":
     "请把同一个 latent 接到 Apply SeedVR2 Conditioning 和采样器：两者的尺寸为 {0} 和 {1}。",
   "Make the latent with TripoSplat Conditioning: its components have the shapes {}, and TripoSplat needs up to {} tokens of {} values and a camera of (batch, 1, {}).":
-    "请用 TripoSplat Conditioning 生成它：latent 各部分的形状是 {0}，而 TripoSplat 处理最多 {1} 个 {2} 个数的令牌和形状为 (batch, 1, {3}) 的相机。",
+    "请用 TripoSplat Conditioning 生成它：latent 各部分的形状是 {0}，而 TripoSplat 处理最多 {1} 个 {2} 个数的 token 和形状为 (batch, 1, {3}) 的相机。",
   "Connect Flux.2's VAE to TripoSplat Conditioning: the image's latent has the shape {}, and this model takes {} channels.":
     "请把 Flux.2 的 VAE 接到 TripoSplat Conditioning：图像的 latent 的形状是 {0}，而此模型需要 {1} 个通道。",
   "Load a Bernini or Wan text-to-video model: the reference latents of Bernini Conditioning have {} channels, and this Wan model takes {}.":
@@ -148,7 +148,7 @@ export const ZH = {
   "Connect one image to mask_1 and one to mask_2 of WanInfiniteTalkToVideo: it has {} masks for two speakers.":
     "请给 WanInfiniteTalkToVideo 的 mask_1 和 mask_2 各连接一张图像：两位说话者现在有 {0} 个遮罩。",
   "Set width and height of WanInfiniteTalkToVideo to multiples of 16 and use the latent that it outputs: its masks have {} tokens for each frame, and this latent has {}.":
-    "请把 WanInfiniteTalkToVideo 的宽和高设为 16 的倍数，并使用它输出的 latent：它的遮罩每帧有 {0} 个令牌，而此 latent 每帧有 {1} 个。",
+    "请把 WanInfiniteTalkToVideo 的宽和高设为 16 的倍数，并使用它输出的 latent：它的遮罩每帧有 {0} 个 token，而此 latent 每帧有 {1} 个。",
   "Use the latent that WanInfiniteTalkToVideo outputs: its audio is for {} latent frames, and this latent has {}.":
     "请使用 WanInfiniteTalkToVideo 输出的 latent：它的音频对应 {0} 帧 latent，而此 latent 有 {1} 帧。",
   "Encode the reference image with this model's VAE: the conditioning has a reference latent of {} channels and {} dims, and this {} model needs {} and {}. Models with other image inputs (Fill, Canny, Depth) support no reference latents.":
@@ -156,7 +156,7 @@ export const ZH = {
   "Use {}: the conditioning has {} of {} channels, and this {} model needs {}. It was made by another text encoder.":
     "请使用 {0}：条件中有 {2} 通道的 {1}，而此 {3} 模型需要 {4} 个通道。它由其他文本编码器产生。",
   "Use a sampler node, or Load Diffusion Model: a node calls this MODEL's diffusion model directly, without the positions that ComfyUI sets for {}'s tokens (rope_options).":
-    "请使用采样器节点，或“UNet加载器”：有节点直接调用此 MODEL 的扩散模型，没有 ComfyUI 为 {0} 的令牌设置的位置（rope_options）。",
+    "请使用采样器节点，或“UNet加载器”：有节点直接调用此 MODEL 的扩散模型，没有 ComfyUI 为 {0} 的 token 设置的位置（rope_options）。",
   "Change the node that adds {}, or use Load Diffusion Model: xDiT does not support it for {}.":
     "请更改添加 {0} 的节点，或使用“UNet加载器”：xDiT 不支持 {1} 使用它。",
   "Remove the node that adds {} to the conditioning, or use Load Diffusion Model: xDiT does not support it for {} and would silently ignore it.":
@@ -170,7 +170,7 @@ export const ZH = {
   "Remove the node that replaces attention in {}, or use Load Diffusion Model: for {} xDiT supports this in the middle block only.":
     "请删除在 {0} 中替换注意力的节点，或使用“UNet加载器”：对 {1}，xDiT 只在中间块支持这一点。",
   "Remove Bernini Conditioning, or InfiniteTalk: InfiniteTalk's audio is for frames of the video only, and references have none.":
-    "请移除 Bernini Conditioning 或 InfiniteTalk：声音只属于视频的各帧，参考没有声音。",
+    "请移除 Bernini Conditioning 或 InfiniteTalk：音频只属于视频的各帧，参考没有音频。",
   "Connect the VAE that belongs to the model: the latent has {} channels and {} dims, and this VAE decodes {} channels and {} dims.":
     "请连接属于此模型的 VAE：latent 有 {0} 个通道和 {1} 个维度，而此 VAE 解码 {2} 个通道和 {3} 个维度。",
   "Use an image of at least {} x {} pixels: the latent has {} x {} rows and columns, and this VAE decodes {} x {} or more.":
@@ -222,17 +222,17 @@ export const ZH = {
   "Update ComfyUI: the version {} in {} has no {} in {}, which this model needs ({}).":
     "请更新 ComfyUI：{1} 中的版本 {0} 在 {3} 里没有此模型所需的 {2}（{4}）。",
   "Use one node that makes the {} and the latent with the same width and height: the {} of {} has {} x {}, and this latent needs {} x {}.":
-    "请用同一个节点以相同的宽高生成 {0} 与潜空间：{2} 的 {1} 为 {3} x {4}，而此潜空间对应 {5} x {6}。",
+    "请用同一个节点以相同的宽高生成 {0} 与 latent：{2} 的 {1} 为 {3} x {4}，而此 latent 对应 {5} x {6}。",
   "Use one node that makes the {} and the latent with the same length: the {} of {} has {} latent frames, and this latent needs {}.":
-    "请用同一个节点以相同的长度生成 {0} 与潜空间：{2} 的 {1} 为 {3} 个潜空间帧，而此潜空间为 {4} 帧。",
+    "请用同一个节点以相同的长度生成 {0} 与 latent：{2} 的 {1} 为 {3} 个 latent 帧，而此 latent 为 {4} 帧。",
   "Use an image and a latent with the same height, and an even number of latent columns (16 pixels) each: HiDream-E1 puts them side by side, and they have {} x {} and {} x {} latent pixels.":
-    "请让图片与潜空间图像高度相同，且两者的潜空间列数均为偶数（16 像素）：HiDream-E1 把它们并排放置，而它们的潜空间尺寸为 {0} x {1} 与 {2} x {3}。",
+    "请让图像与 latent 图像高度相同，且两者的 latent 列数均为偶数（16 像素）：HiDream-E1 把它们并排放置，而它们的 latent 尺寸为 {0} x {1} 与 {2} x {3}。",
   "Use a width and a height that are multiples of {} pixels, as this Chroma Radiance file needs: the image is {} x {}.":
-    "请使用 {0} 像素整数倍的宽度和高度：此 Chroma Radiance 文件不接受其他尺寸，而图片为 {1} x {2}。",
+    "请使用 {0} 像素整数倍的宽度和高度：此 Chroma Radiance 文件不接受其他尺寸，而图像为 {1} x {2}。",
   "Use one node that makes the reference image and the latent with the same width and height: the reference has {} x {}, and this latent needs {} x {}.":
-    "请用同一个节点生成宽高相同的参考图像和潜空间：参考图像为 {0} x {1}，而此潜空间需要 {2} x {3}。",
+    "请用同一个节点生成宽高相同的参考图像和 latent：参考图像为 {0} x {1}，而此 latent 需要 {2} x {3}。",
   "Remove the noise mask, or use Load Diffusion Model: with a noise mask, each frame of this model has its own timestep, which xDiT does not support for Wan Fun-Control.":
-    "请移除噪声遮罩，或使用加载扩散模型：有噪声遮罩时，此模型的每一帧都有自己的时间步，xDiT 对 Wan Fun-Control 不支持这一点。",
+    "请移除噪声遮罩，或使用“UNet加载器”：有噪声遮罩时，此模型的每一帧都有自己的时间步，xDiT 对 Wan Fun-Control 不支持这一点。",
   "Make a video of 5 frames or more, or set pipefusion_degree to 1: the reference image of Wan Fun-Control is an additional frame of the video, so that a video of one frame cannot be cut into rows.":
     "请制作 5 帧或更多帧的视频，或把 pipefusion_degree 设为 1：Wan Fun-Control 把参考图作为视频的另一帧，因此单独一帧无法按行切分。",
   "Use a smaller or shorter video, such as 49 frames of 720 x 480 pixels: CogVideoX-5b-I2V has positions for {} tokens, and this latent has {}.":
@@ -240,9 +240,9 @@ export const ZH = {
   "Make a video of 5 frames or more, or set pipefusion_degree to 1: the reference images of SCAIL are additional frames of the video, so that a video of one frame cannot be cut into rows.":
     "请生成 5 帧或更多帧的视频，或将 pipefusion_degree 设为 1：SCAIL 把参考图像当作视频的更多帧，因此单帧视频无法按行切分。",
   "Use one node that makes the {}, the matching mask and the latent: the mask has {} frames, rows and columns, and this latent needs {}.":
-    "请用同一个节点生成 {0} 的遮罩、其图像和潜空间：遮罩的帧、行、列为 {1}，而此潜空间需要 {2}。",
+    "请用同一个节点生成 {0} 的遮罩、其图像和 latent：遮罩的帧、行、列为 {1}，而此 latent 需要 {2}。",
   "Encode audio of the video's length: it has {} frames, which do not divide the {} tokens of the video.":
-    "请编码与视频等长的声音：它有 {0} 帧，视频的 {1} 个令牌无法按帧分开。",
+    "请编码与视频等长的音频：它有 {0} 帧，视频的 {1} 个 token 无法按帧分开。",
   "Use a width and a height that are multiples of 16 pixels: Wan S2V takes references with even sides, and this one has {}.":
     "请使用 16 像素倍数的宽和高：Wan S2V 的参考需要偶数边长，而此参考为 {0}。",
   "Scale the reference images to sides that are multiples of 16 pixels, and set auto_resize_images to false: Z-Image-Omni takes references with even sides, and this latent has {} x {}.":
@@ -254,7 +254,7 @@ export const ZH = {
   "Use a width and a height of at least 64 pixels: Wan S2V reads preceding frames in squares of that size.":
     "请使用至少 64 像素的宽和高：Wan S2V 以该大小的方块读取之前的帧。",
   "Encode audio of the video's length: it has {} frames, which do not divide the {} tokens of the video and its reference.":
-    "请编码与视频等长的声音：它有 {0} 帧，视频及其参考的 {1} 个令牌无法按帧分开。",
+    "请编码与视频等长的音频：它有 {0} 帧，视频及其参考的 {1} 个 token 无法按帧分开。",
   "Choose one of {} in Settings > xDiT: {} is {} in ComfyUI's settings.":
     "请在 设置 > xDiT 中选择 {0} 之一：ComfyUI 的设置中 {1} 为 {2}。",
   "Set the idle minutes above 0 and at most {} in Settings > xDiT: {} is {} in ComfyUI's settings.":
@@ -324,7 +324,7 @@ export const ZH = {
   "Download {} again, it is cut short: its header promises {} bytes and the file has {}.":
     "请重新下载 {0}，它被截断：文件头说明有 {1} 字节，而文件只有 {2}。",
   "Use tensor_degree 1 with pipefusion_degree, cfg_degree, ulysses_degree or ring_degree, or the bf16, fp16, fp8, int8, mxfp8 or nvfp4 file of the same model: tensor_degree={} cannot shard {}, whose matrix multiplications round each token's inputs by their maximum, since each device would have only some of the inputs.":
-    "请使用 tensor_degree 1 与 pipefusion_degree、cfg_degree、ulysses_degree 或 ring_degree，或同一模型的 bf16、fp16、fp8、int8、mxfp8 或 nvfp4 文件：tensor_degree={0} 不能拆分 {1}，它的乘积按每个令牌输入中的最大值舍入，而每个设备只有其中一部分。",
+    "请使用 tensor_degree 1 与 pipefusion_degree、cfg_degree、ulysses_degree 或 ring_degree，或同一模型的 bf16、fp16、fp8、int8、mxfp8 或 nvfp4 文件：tensor_degree={0} 不能拆分 {1}，它的乘积按每个 token 输入中的最大值舍入，而每个设备只有其中一部分。",
   "Use the bf16, fp8 or GGUF file of the same model: {} has weights in mxfp8, which need PyTorch 2.7 or newer, and this is {}.":
     "请使用同一模型的 bf16、fp8 或 GGUF 文件：{0} 含有 mxfp8 的权重，需要 PyTorch 2.7 或更新版本，而这里是 {1}。",
   "Install with: python -m pip install -U {} (with ComfyUI's Python), and restart ComfyUI; or choose another weight_dtype: {} needs the package {}, which this Python does not have, or not for its PyTorch.":
@@ -452,7 +452,7 @@ export const ZH = {
   "Set {}_degree to 1, and use {}: {}_degree={} is not supported for {}: {}.":
     "请把 {0}_degree 设为 1，并使用 {1}：{4} 不支持 {2}_degree={3}：{5}。",
   "Set {} to 1, and use cfg_degree, data_degree or displaced_degree: {}={} splits the tokens or blocks of a transformer, and {} is a U-Net, which has no single sequence of either.":
-    "请把 {0} 设为 1，并使用 cfg_degree、data_degree 或 displaced_degree：{1}={2} 拆分 transformer 的令牌或块，而 {3} 是 U-Net，没有单一的令牌序列或块序列。",
+    "请把 {0} 设为 1，并使用 cfg_degree、data_degree 或 displaced_degree：{1}={2} 拆分 transformer 的 token 或块，而 {3} 是 U-Net，没有单一的 token 序列或块序列。",
   "Use ulysses_degree instead of ring_degree, or another weight_dtype: Ring attention on CUDA takes float16, bfloat16 and float32, and this model computes in {}.":
     "请用 ulysses_degree 代替 ring_degree，或换用其他 weight_dtype：CUDA 上的 Ring 注意力支持 float16、bfloat16 和 float32，而此模型以 {0} 计算。",
   "Use cfg_degree instead: this model masks its self-attention by a tensor of shape {} and dtype {}, which sequence parallelism and PipeFusion cannot split.":
@@ -542,7 +542,7 @@ export const ZH = {
   "Use fewer frames, or a smaller width and height: this {} model has positions for {}, and the latent has {}.":
     "请减少帧数，或减小宽度和高度：此 {0} 模型只有 {1} 的位置，而 latent 为 {2}。",
   "Use the CLIP of HunyuanDiT's checkpoint, and CLIP Text Encode: HunyuanDiT takes two texts with masks, of at least {} and {} tokens, and the conditioning has {}.":
-    "请使用 HunyuanDiT checkpoint 中的 CLIP，以及“CLIP 文本编码”：HunyuanDiT 接受两段文本，至少 {0} 和 {1} 个令牌，并说明其中哪些有效，而条件中有 {2}。",
+    "请使用 HunyuanDiT checkpoint 中的 CLIP，以及“CLIP 文本编码”：HunyuanDiT 接受两段文本，至少 {0} 和 {1} 个 token，并说明其中哪些有效，而条件中有 {2}。",
   "Use the latent that Kandinsky5ImageToVideo returns: its conditioning frames have {} rows and columns, and the latent has {}.":
     "请使用 Kandinsky5ImageToVideo 给出的 latent：其条件帧有 {0} 行和列，而 latent 有 {1}。",
   "Use an empty image latent, with batch_size for several images: Krea 2 generates images, and this latent has {} frames.":
@@ -552,7 +552,7 @@ export const ZH = {
   "Use the publisher's file: the metadata of this LTX-2 file contradicts its tensors ({}), as if it were missing or from another file.":
     "请使用发布者的文件：此 LTX-2 文件的元数据与其张量矛盾（{0}）：元数据可能缺失，或来自其他文件。",
   "Use a text encoder that pads at the end, or Load Diffusion Model: the conditioning's attention mask excludes text tokens before the last real one, which xDiT does not support for Mochi.":
-    "请使用在末尾填充的文本编码器，或“UNet加载器”：条件的注意力掩码排除了最后一个有效文本令牌之前的令牌，xDiT 对 Mochi 不支持这一点。",
+    "请使用在末尾填充的文本编码器，或“UNet加载器”：条件的注意力掩码排除了最后一个有效文本 token 之前的 token，xDiT 对 Mochi 不支持这一点。",
   "Use sides that are multiples of 16, and together at least 528: PixArt cannot generate {} x {} pixels.":
     "请使用 16 的倍数、且两边之和至少为 528 的边长：PixArt 不能生成 {0} x {1} 像素。",
   "Use a smaller latent: this SD3 model has positions for {} x {} pixels, and the latent has {} x {}.":
@@ -582,11 +582,11 @@ export const ZH = {
   "Set pipefusion_degree to at most {}: pipefusion_degree={} is more than the model's {} blocks.":
     "请把 pipefusion_degree 设为最多 {0}：pipefusion_degree={1} 多于模型的 {2} 个块。",
   "Join the prompts as text, in one Text Encode node: the conditioning has {} text tokens and an attention mask for {}, which Conditioning (Concat) produces from prompts with masks.":
-    "请在一个文本编码节点中把提示词合并为文本：条件有 {0} 个文本令牌和 {1} 的注意力掩码，这是 Conditioning (Concat) 合并带掩码的提示词时产生的。",
+    "请在一个文本编码节点中把提示词合并为文本：条件有 {0} 个文本 token 和 {1} 的注意力掩码，这是 Conditioning (Concat) 合并带掩码的提示词时产生的。",
   "Use a text encoder whose attention mask has only ones and zeros, or Load Diffusion Model: the conditioning has an attention mask with fractions, which xDiT does not support.":
     "请使用掩码只有 1 和 0 的文本编码器，或“UNet加载器”：条件中的注意力掩码含有小数，xDiT 不支持。",
   "Connect Empty Ace Step 1.0 Latent Audio, or audio encoded by the VAE of ACE-Step: its latents have {} rows, and this one has {}.":
-    "请连接空 Ace Step 1.0 音频 latent，或由 ACE-Step 的 VAE 编码的声音：其声音的 latent 有 {0} 行，而这个有 {1} 行。",
+    "请连接空 Ace Step 1.0 音频 latent，或由 ACE-Step 的 VAE 编码的音频：其音频的 latent 有 {0} 行，而这个有 {1} 行。",
   "Use a width and a height that are multiples of {} pixels, as HiDream-O1 needs: this latent has {} x {}.":
     "请使用 {0} 像素倍数的宽度和高度：HiDream-O1 只接受这样的 latent，而这个为 {1} x {2}。",
   "Use a width and a height that are multiples of 16 pixels: {} takes latents with even sides, and this one has {} x {}.":
@@ -602,7 +602,7 @@ export const ZH = {
   "Check whether another program uses all of {} (nvidia-smi shows them), or has it in exclusive mode: it cannot be used ({}: {})":
     "请检查是否有其他程序占用了全部 {0}（nvidia-smi 会显示），或使它处于独占模式：它不能使用（{1}：{2}）",
   "Make video and audio with the nodes for LTX-2's latents, and join them with LTXVConcatAVLatent: the latent's components have the shapes {}, and LTX-2 needs a video and audio of (batch, {}, length, {}).":
-    "请用 LTX-2 的 latent 节点生成各部分，并用 LTXVConcatAVLatent 连接：latent 各部分的形状为 {0}，而 LTX-2 处理视频和 (batch, {1}, length, {2}) 的声音。",
+    "请用 LTX-2 的 latent 节点生成各部分，并用 LTXVConcatAVLatent 连接：latent 各部分的形状为 {0}，而 LTX-2 处理视频和 (batch, {1}, length, {2}) 的音频。",
   "a transfer between {} failed on rank {} with {}: {}":
     "{0} 之间的一次传输在进程 {1} 上以 {2} 失败：{3}",
   "a transfer between them was not complete after {} s on {}.":
@@ -738,9 +738,9 @@ export const ZH = {
   "{} (the latent has too few rows for {})":
     "{0}（latent 的行数不够 {1} 个 patch）",
   "{} for speed: a usual image is estimated to take {} instead of {} by {}":
-    "{0}，为了速度：预计一张普通图像用 {1}，而 {3} 用 {2}",
+    "{0}，为了速度：估计一张典型图像用 {1}，而 {3} 用 {2}",
   "{}, for speed: close to one device's image ({} dB in the demo model with 4 patches)":
-    "{0}，为了速度：图像接近单个设备的（演示模型用 4 块时 PSNR 为 {1} dB）",
+    "{0}，为了速度：图像接近单个设备的（演示模型用 4 个 patch 时 PSNR 为 {1} dB）",
   "{}, keys and values in fp8":
     "{0}，键和值以 fp8 传输",
   "{}, all in fp8":
@@ -967,7 +967,7 @@ export const ZH = {
   "Use an image whose sides are multiples of {} pixels, the scale of this VAE: the image has {} x {}.":
     "请使用边长为 {0} 像素整数倍的图像，这是此 VAE 的缩放倍数：该图像为 {1} x {2}。",
   "Encode the reference audio with LTX-2's audio VAE: its tokens have the shape {}, and this model needs (batch, length, {}).":
-    "请用 LTX-2 的音频 VAE 编码参考声音：它的 token 形状为 {0}，而此模型的为 (batch, length, {1})。",
+    "请用 LTX-2 的音频 VAE 编码参考音频：它的 token 形状为 {0}，而此模型的为 (batch, length, {1})。",
   "Remove USO Style Reference: it is for Flux.1, and this is {}.":
     "请移除 USO Style Reference：它用于 Flux.1，而这是 {0}。",
   "Use batch_size 1, cfg 1 and a USO model patch that was made for this model: this one makes tokens of {} channels for one image, and this {} model needs {} channels and is called for {} images at once.":

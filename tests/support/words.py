@@ -88,7 +88,7 @@ WORDS = (
     Word("amend", "patch the model", r"amend(?:s|ed|ing|ments?)?", r"_amend(?:s|ed|ing|ments?)?_"),
     Word("tiny", "test configuration", None, r"_tiny_"),
     Word("live", "activation footprint", None, r"_live_"),
-    Word("net", "model dimensions", None, r"_nets?_"),
+    Word("net", "model dimensions", None, r"(?<!_u)_nets?_"),
     Word("choosing, rereads", "graph breaks; reads the latent late", None, r"_(?:choosing|rereads)_"),
     Word("pretend", "fake, simulate", r"pretend(?:s|ed|ing)?", r"_pretend(?:s|ed)?_"),
     Word("shell", "proxy model", None, r"_shell_"),
