@@ -739,7 +739,7 @@ export const ZH = {
     "{0}（latent 的行数不够 {1} 个 patch）",
   "{} for speed: a usual image is estimated to take {} instead of {} by {}":
     "{0}，为了速度：估计一张典型图像用 {1}，而 {3} 用 {2}",
-  "{}, for speed: close to one device's image ({} dB in the demo model with 4 patches)":
+  "{}, for speed: close to a single-GPU run ({} dB in the demo model with 4 patches)":
     "{0}，为了速度：图像接近单个设备的（演示模型用 4 个 patch 时 PSNR 为 {1} dB）",
   "{}, keys and values in fp8":
     "{0}，键和值以 fp8 传输",

@@ -54,8 +54,8 @@ class BackendUse:
     counts: Counter = field(default_factory=Counter)       # backend, with the reason if it is a fallback -> calls
 
     def exact(self):
-        """Of an attention that ComfyUI's model calls with low_precision_attention=False: torch's own instead of
-        SageAttention, as in ComfyUI."""
+        """This choice for a call with low_precision_attention=False: PyTorch SDPA instead of SageAttention, as in
+        ComfyUI."""
         return BackendUse(counts=self.counts) if self.name == "sage" else self
 
 

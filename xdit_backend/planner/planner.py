@@ -265,9 +265,9 @@ def has_stages_for_speed(config, dims, smallest_bytes):
 
 
 def describe_quality(config):
-    """Text for the user: how close PipeFusion's images are to one device's."""
+    """Text for the user: how close PipeFusion's images are to a single-GPU run."""
     how = "forecast" if config.forecast_keys_values > 0 else "as they were"
-    return f"for speed: close to one device's image ({PSNR_DB[how]} dB in the demo model with 4 patches)"
+    return f"for speed: close to a single-GPU run ({PSNR_DB[how]} dB in the demo model with 4 patches)"
 
 
 def choose_layout(config, num_devices, num_branches, attention, placement=EVERYWHERE, per_machine=0):

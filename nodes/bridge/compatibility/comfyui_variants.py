@@ -1,6 +1,6 @@
-"""Versions of ComfyUI whose own classes compute differently: the workers' class is told which of them the user has.
+"""Variants of ComfyUI's own classes that compute differently, detected so that the workers' classes follow.
 
-The version is recognised by what ComfyUI's class computes, not by its number."""
+A variant is detected by what ComfyUI's class computes, not by the version number."""
 
 import functools
 
@@ -25,10 +25,10 @@ class _Recorder(torch.nn.Module):
 
     def __init__(self, value):
         super().__init__()
-        self.value, self.given, self.context = value, None, None
+        self.value, self.seen, self.context = value, None, None
 
     def forward(self, x, context=None, **options):
-        self.given, self.context = x.clone(), None if context is None else context.clone()
+        self.seen, self.context = x.clone(), None if context is None else context.clone()
         return torch.full_like(x, self.value) * torch.arange(1, x.shape[-1] + 1)
 
 

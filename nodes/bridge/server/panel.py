@@ -185,7 +185,7 @@ def _run(run):
             "state": run.state, "error": run.error, "how": run.how, "kernels": run.backends,
             "why_no_plan": run.why_no_plan,
             "step": run.step, "steps": run.num_steps, "seconds": round(run.elapsed_s, 2),
-            "a_step": round(run.seconds_per_step, 4), "come": run.streamed_bytes, "plan": plan}
+            "a_step": round(run.seconds_per_step, 4), "streamed": run.streamed_bytes, "plan": plan}
 
 
 def _estimate(one):

@@ -39,7 +39,7 @@ def _refusal(family, what):
 
 
 def _difference(vae, kind, cls):
-    """How they differ, as a clause; None where they do not."""
+    """The difference as a clause; None if there is none."""
     family = kind.family
     model = family.tiny(type(cls.__name__, (OfComfyUI, cls), {}), vae.first_stage_model).eval()
     generator = torch.Generator().manual_seed(1)
@@ -56,10 +56,10 @@ def _difference(vae, kind, cls):
     with replaced(model, **{name: functools.partial(_recorded, getattr(model, name), functools.partial(shape_of, model),
                                                     shapes) for name, shape_of in family.tiles.items()}):
         pixels = family.pixels(model, family.decode(model, latent.clone()))
-        given = vae.process_input(want[:, :, :family.tiny_frames].clamp(0, 1).clone())
-        encoded = family.encode(model, given.clone())
-    frames = kind.decoded_frames(ours, latent.shape[2]), kind.encoded_frames(ours, given.shape[2])
-    moments = model.encode(given.clone())
+        inputs = vae.process_input(want[:, :, :family.tiny_frames].clamp(0, 1).clone())
+        encoded = family.encode(model, inputs.clone())
+    frames = kind.decoded_frames(ours, latent.shape[2]), kind.encoded_frames(ours, inputs.shape[2])
+    moments = model.encode(inputs.clone())
     if any(actual != said for actual, said in shapes):
         return f"a tile of its VAE has the shape {shapes[0][0]}, where the pack knows {shapes[0][1]}"
     for what, own, native, count in (("image", pixels, want, frames[0]), ("latent", encoded, moments, frames[1])):

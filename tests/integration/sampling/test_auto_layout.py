@@ -106,6 +106,6 @@ def test_for_speed_a_model_that_fits_is_spread_and_nodes_say_what_it_gains_and_c
 
     comfyui.sample(model, "flux", steps=4)
 
-    costs = ", for speed: close to one device's image (43 dB in the demo model with 4 patches)"
+    costs = ", for speed: close to a single-GPU run (43 dB in the demo model with 4 patches)"
     assert said[0].endswith(f"PipeFusion 2, 4 patches{costs}") == is_staged
     assert [text.split(":")[0] for text in told] == ["PipeFusion 2, 4 patches for speed"] * is_staged
