@@ -12,13 +12,13 @@ from .minimax_h3 import MINIMAX_H3
 from .mochi import MOCHI
 from .svd import SVD
 from .taehv import TAEHV
-from .tiny import FLUX2_TINY, TINY
+from .taesd import FLUX2_TAESD, TAESD
 from .wan import WAN
 
 # Detection uses this order: HunyuanVideo 1.5 also has HunyuanVideo's tensor names, and Flux.2's TAESD the other's.
 FAMILIES = {"kl": KL, "wan": WAN, "ltx": LTX, "hunyuan_video15": HUNYUAN_VIDEO15, "hunyuan_video": HUNYUAN_VIDEO,
             "hunyuan_image": HUNYUAN_IMAGE, "mochi": MOCHI, "svd": SVD, "cogvideox": COGVIDEOX, "cosmos": COSMOS,
-            "tiny_flux2": FLUX2_TINY, "tiny": TINY, "taehv": TAEHV,
+            "tiny_flux2": FLUX2_TAESD, "tiny": TAESD, "taehv": TAEHV,
             "minimax_h3": MINIMAX_H3, "dc": DC}
 
 

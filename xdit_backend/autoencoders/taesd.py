@@ -18,7 +18,7 @@ def _convert(tensors, config):
     return {renamed(name): tensor for name, tensor in tensors.items()}
 
 
-TINY = VaeFamily(
+TAESD = VaeFamily(
     models=("TAESD",),
     autoencoder="AutoencoderTiny",
     markers=("taesd_decoder.", "taesd_encoder."),
@@ -34,7 +34,7 @@ def _without_scale(vae, settings):
     del vae.vae_scale, vae.vae_shift
 
 
-FLUX2_TINY = VaeFamily(
+FLUX2_TAESD = VaeFamily(
     models=("TAEF2",),
     autoencoder="comfy.taesd.taesd:TAESD",
     markers=(".pool.0.",),
