@@ -53,8 +53,8 @@ class BackendUse:
     counts: Counter = field(default_factory=Counter)       # the kernel, and why it is another than asked -> calls
 
     def exact(self):
-        """Of an attention that ComfyUI's model calls with low_precision_attention=False: torch's own instead of
-        SageAttention, as in ComfyUI."""
+        """Return the use for an attention that ComfyUI's model calls with low_precision_attention=False: torch's own
+        instead of SageAttention, as in ComfyUI."""
         return BackendUse(counts=self.counts) if self.name == "sage" else self
 
 

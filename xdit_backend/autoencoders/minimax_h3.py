@@ -38,7 +38,7 @@ def _finish(vae, settings):
         vae.decoder = type(made)(made.patch_size, made.patch_size_t, **sizes)
 
 
-def _tiny(cls, model):
+def _build_small(cls, model):
     theirs = sys.modules[type(model).__module__]
     # the class has no argument for the decoder's size
     with replaced(theirs, ViT3DDecoder=functools.partial(theirs.ViT3DDecoder, num_layers=1, heads=1, dim_head=64)):
@@ -85,8 +85,8 @@ MINIMAX_H3 = VaeFamily(
     decode=_decode,
     encode=lambda vae, video: vae.encode(video),
     pixels=_pixels,
-    tiny=_tiny,
-    tiny_size=(7, 3, 2),
-    tiny_frames=20,
+    build_small=_build_small,
+    check_size=(7, 3, 2),
+    check_frames=20,
     tiles={"_decode_pixels": _pixels_of, "_encode_moments": _moments_of},
 )

@@ -32,7 +32,7 @@ TAEHV = VaeFamily(
     decode=_decode,
     encode=lambda vae, video: vae.encode(video),
     pixels=_pixels,
-    tiny=lambda cls, model: cls(latent_channels=model.latent_channels),
-    tiny_size=(7, 1, 2),
-    tiny_frames=5,
+    build_small=lambda cls, model: cls(latent_channels=model.latent_channels),
+    check_size=(7, 1, 2),
+    check_frames=5,
 )

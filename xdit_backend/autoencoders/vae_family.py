@@ -91,11 +91,11 @@ class VaeFamily:
     over_frames: Callable = lambda module: False
     by_frames: bool = False
     tiles: dict[str, Callable] = field(default_factory=dict)
-    # of ComfyUI's class: (class, an object of it) -> a tiny one like it, with which nodes/bridge/vae/vae_class_check.py
-    # compares what it decodes and encodes; frames, rows and columns of the latent; frames of the image to encode
-    tiny: Callable | None = None
-    tiny_size: tuple[int, int, int] = (2, 2, 2)
-    tiny_frames: int = 1
+    # of ComfyUI's class: (class, an object of it) -> a small one like it, whose images and latents
+    # nodes/bridge/vae/vae_class_check.py compares; frames, rows and columns of the latent; frames of the image
+    build_small: Callable | None = None
+    check_size: tuple[int, int, int] = (2, 2, 2)
+    check_frames: int = 1
 
     @property
     def class_name(self):

@@ -38,7 +38,7 @@ def unfold(conditioning):
                if name not in KNOWN | {"text_token_tags"}}
     noisy = lambda latent: None if latent is None else _with_noise(latent, int(payload.get("seed", 0)))  # noqa: E731
     keyframes = {}
-    for kind, name, convert in (("keyframe", "latent", noisy), ("keyframe_sound", "audio_latent", lambda sound: sound)):
+    for kind, name, convert in (("keyframe", "latent", noisy), ("keyframe_audio", "audio_latent", lambda audio: audio)):
         found = [each for each in payload.get("keyframes") or () if each.get(name) is not None]
         keyframes[f"{kind}s"] = [convert(each[name]) for each in found] or None
         # counts are lengths of tensors, which are not empty
@@ -60,7 +60,7 @@ def _with_noise(latent, seed):
 
 
 def rescale_audio(latents, timestep, arguments, options):
-    """Family.rescale_parts. From ComfyUI 0.31.0 on, the sampler has one schedule, the video's: the payload's
+    """Family.rescale_audio. From ComfyUI 0.31.0 on, the sampler has one schedule, the video's: the payload's
     audio_scale s says that the audio latent is sigma_video / sigma_audio of the model's, and the velocity of what the
     sampler has is (1 - s) audio + (1 + (s - 1) sigma_audio) velocity. Without the key, the model's velocity is scaled
     by the slope between the two schedules (split_parts)."""
@@ -85,7 +85,7 @@ def _sigma(times):
 
 
 def _shifts(options):
-    """Of the video's schedule and the audio's."""
+    """The shifts of the video's schedule and the audio's."""
     return (float(options.get(name, shift)) for name, shift in SHIFTS.items())
 
 
@@ -97,8 +97,8 @@ def _base(sigma, options):
 
 def _shifted(base, options):
     """The audio's noise level."""
-    _, of_sound = _shifts(options)
-    return of_sound * base / (1 + (of_sound - 1) * base)
+    _, of_audio = _shifts(options)
+    return of_audio * base / (1 + (of_audio - 1) * base)
 
 
 def split_parts(latents, times, config, options):
@@ -112,9 +112,9 @@ def split_parts(latents, times, config, options):
                           f"has parts of the shapes {', '.join(str(tuple(part.shape)) for part in latents)}, and "
                           f"MiniMax H3 works on a video and a sound of (batch, {channels}, 2, length).")
     times = times[0] if isinstance(times, tuple) else times
-    of_video, of_sound = _shifts(options)
+    of_video, of_audio = _shifts(options)
     base = _base(_sigma(times), options)
-    slope = of_sound * (1 + (of_video - 1) * base) ** 2 / (of_video * (1 + (of_sound - 1) * base) ** 2)
+    slope = of_audio * (1 + (of_video - 1) * base) ** 2 / (of_video * (1 + (of_audio - 1) * base) ** 2)
     return video, times, {"audio": sounds[0], "audio_time": 1 - _shifted(base, options),
                           "audio_slope": torch.ones_like(slope) if options.get(ONE_SCHEDULE) else slope}
 
@@ -162,7 +162,7 @@ def _references(conditioning):
 
 
 def _keyframes(conditioning, kind):
-    """[(latent, index of its first frame in the video)]. kind: "keyframe", or "keyframe_sound"."""
+    """[(latent, index of its first frame in the video)]. kind: "keyframe", or "keyframe_audio"."""
     found = []
     for number in itertools.count():
         latent = conditioning.get(f"{kind}s.{number}")
@@ -179,7 +179,7 @@ def _pictures(conditioning):
 
 def _sounds(conditioning):
     """Audio latents that are given: those of keyframes, then of references."""
-    return [latent for latent, _ in _keyframes(conditioning, "keyframe_sound")] + [
+    return [latent for latent, _ in _keyframes(conditioning, "keyframe_audio")] + [
         sound for _, sound in _references(conditioning) if sound is not None]
 
 
@@ -301,24 +301,24 @@ def positions(call):
                            for axis, count in enumerate(counts)]
     num_text, ends = call.conditioning["context"].shape[1], _ends(counts[2], counts[1])
     text = torch.arange(num_text, dtype=torch.float64, device=call.latent.device)
-    pictures, given_sounds, cursor = [], [], float(num_text)
+    videos, audios, cursor = [], [], float(num_text)
     for picture, sound in _references(call.conditioning):
         sizes = None if picture is None else LATENT.counts(picture.shape)
         if sound is not None:
-            given_sounds.append(_sound_grid(call, sound.shape[3], cursor,
+            audios.append(_sound_grid(call, sound.shape[3], cursor,
                                             ends if sizes is None else _ends(sizes[2], sizes[1])))
         if sizes is not None:
-            pictures.append(_grid(call, sizes, cursor))
+            videos.append(_grid(call, sizes, cursor))
         of_sound = 0.0 if sound is None else float(sound.shape[3])
         is_picture = sizes is not None and sizes[0] == 1
         cursor += 1.0 if is_picture else max(of_sound, 0.0 if sizes is None else FRAME_LENGTH * _frames(sizes[0]))
     # keyframes are at frames of the video, which begins after all references
-    pictures = [_grid(call, (LATENT.counts(latent.shape)[0], *counts[1:]), cursor + FRAME_LENGTH * index)
-                for latent, index in _keyframes(call.conditioning, "keyframe")] + pictures
-    given_sounds = [_sound_grid(call, latent.shape[3], cursor + FRAME_LENGTH * index, ends)
-                    for latent, index in _keyframes(call.conditioning, "keyframe_sound")] + given_sounds
+    videos = [_grid(call, (LATENT.counts(latent.shape)[0], *counts[1:]), cursor + FRAME_LENGTH * index)
+                for latent, index in _keyframes(call.conditioning, "keyframe")] + videos
+    audios = [_sound_grid(call, latent.shape[3], cursor + FRAME_LENGTH * index, ends)
+                    for latent, index in _keyframes(call.conditioning, "keyframe_audio")] + audios
     sound = _sound_grid(call, num_sounds(call.conditioning) // 2, cursor, ends)
     video = _grid(call, counts, cursor).unflatten(0, counts)
     if call.patch is not None:
         video = video.narrow(dim, start, own[dim])
-    return torch.cat([F.pad(text[:, None], (0, 2)), *pictures, *given_sounds, sound, video.flatten(0, 2)])
+    return torch.cat([F.pad(text[:, None], (0, 2)), *videos, *audios, sound, video.flatten(0, 2)])

@@ -1,4 +1,4 @@
-"""Versions of ComfyUI whose own classes compute differently: the workers' class is told which of them the user has.
+"""Versions of ComfyUI whose own classes compute differently: the workers' class computes as the user's.
 
 The version is recognised by what ComfyUI's class computes, not by its number."""
 
@@ -16,19 +16,19 @@ WIDTH, TOKENS = 8, 3                       # of the block that is computed
 
 
 def variant_of(family):
-    """{conditioning: tensor} that tells the family's workers which version of ComfyUI's class to compute as."""
+    """{conditioning: tensor} by which the family's workers know which version of ComfyUI's class to compute as."""
     return {AGAIN: torch.zeros(1)} if AGAIN in family.conditioning and _norms_video_again() else {}
 
 
 class _Recorder(torch.nn.Module):
-    """An attention that gives a constant, and keeps what it is given."""
+    """An attention that gives a constant, and keeps its inputs."""
 
     def __init__(self, value):
         super().__init__()
-        self.value, self.given, self.context = value, None, None
+        self.value, self.query, self.context = value, None, None
 
     def forward(self, x, context=None, **options):
-        self.given, self.context = x.clone(), None if context is None else context.clone()
+        self.query, self.context = x.clone(), None if context is None else context.clone()
         return torch.full_like(x, self.value) * torch.arange(1, x.shape[-1] + 1)
 
 

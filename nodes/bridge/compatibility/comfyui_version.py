@@ -7,12 +7,13 @@ from ....xdit_backend.protocol.errors import UnsupportedError
 
 # conditioning that a model of ComfyUI 0.30 reads and the pack does not run: a node has added it
 REFUSED_KEYS = frozenset({
-    "attention_mask", "clip_fea", "context_latents", "guidance", "guiding_frame_index", "latent", "local_add_cond",
+    "attention_mask", "clip_fea", "context_latents", "fps", "guidance", "guiding_frame_index", "latent",
+    "local_add_cond",
     "minimax_payload.audio_cond_noise_aug", "minimax_payload.visual_cond_noise_aug", "num_video_frames", "ref_audio",
     "ref_contexts", "ref_latent", "ref_latents", "ref_mask_flag", "ref_mask_latents", "reference_latent", "sam_latents",
     "siglip_feats", "strength", "time_context", "time_dim_concat", "time_dim_replace", "txt_byt5", "y"})
 # names in comfy.model_base.ModelType: how a sampler's sigma and latent become those of the model. With FLOW_AV the
-# latent of audio is scaled, see Family.rescale_parts.
+# latent of audio is scaled, see Family.rescale_audio.
 MODEL_TYPES = frozenset({"EPS", "V_PREDICTION", "V_PREDICTION_EDM", "STABLE_CASCADE", "EDM", "FLOW",
                          "V_PREDICTION_CONTINUOUS", "FLUX", "IMG_TO_IMG", "FLOW_COSMOS", "IMG_TO_IMG_FLOW",
                          "V_PREDICTION_DDPM"})
@@ -34,33 +35,32 @@ def check_model_type(family, base_model):
         raise newer_comfyui(family.name, f"the model type is {name}, by which xDiT does not sample it")
 
 
-def refuse_new_keys(family_name, net, names):
+def refuse_new_keys(family_name, diffusion_model, names):
     """Raise UnsupportedError where ComfyUI's model reads conditioning of these names that the pack does not know."""
-    found = new_keys(net, names)
+    found = new_keys(diffusion_model, names)
     if found:
         raise newer_comfyui(family_name, f"the conditioning has {', '.join(found)}, which xDiT does not read")
 
 
-def new_keys(net, names):
-    """Those of these names of conditioning that ComfyUI's class of the model reads itself, and not in 0.30.
+def new_keys(diffusion_model, names):
+    """The names of conditioning that ComfyUI's class of the model reads itself, and not in 0.30.
 
-    net: ComfyUI's diffusion model. A name in a dict, which ComfyUI alone makes, has the dict's name and a dot before
-    it."""
-    read = words_of(type(net))
+    A name in a dict, which ComfyUI alone makes, has the dict's name and a dot before it."""
+    read = identifiers_of(type(diffusion_model))
     return [name for name in names if name not in REFUSED_KEYS and name.partition(".")[0] in read]
 
 
-def words_of(cls):
+def identifiers_of(cls):
     """Names of arguments and strings in the code of ComfyUI's methods of a class."""
     methods = [method for each in cls.__mro__ if each.__module__.partition(".")[0] == "comfy"
                for method in vars(each).values() if inspect.isfunction(method)]
-    return {word for method in methods for word in _words(method.__code__)}
+    return {name for method in methods for name in _identifiers(method.__code__)}
 
 
-def _words(code):
+def _identifiers(code):
     yield from code.co_varnames[:code.co_argcount + code.co_kwonlyargcount]
     for constant in code.co_consts:
         if isinstance(constant, str):
             yield constant
         elif inspect.iscode(constant):
-            yield from _words(constant)
+            yield from _identifiers(constant)

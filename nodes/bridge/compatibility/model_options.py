@@ -115,12 +115,12 @@ def refuse_model_options(model_options, family):
     _refuse(_model_options(model_options, family))
 
 
-def refuse_call(family, transformer_options, extra, net):
+def refuse_call(family, transformer_options, extra, diffusion_model):
     """Raise UnsupportedError where a call of the model asks for what the workers would not honour; but for its kernel
     of attention, see call_backend.
 
     extra: its arguments, unfolded, besides the latent, the timestep, ControlNet (controlnet.py) and
-    transformer_options. net: ComfyUI's diffusion model.
+    transformer_options. diffusion_model: ComfyUI's.
     """
     own = "rope_options", family.rope_options(extra)
     if own[1] and not transformer_options.get("rope_options"):
@@ -135,7 +135,7 @@ def refuse_call(family, transformer_options, extra, net):
                                f"{family.name} without it.")
     known = {"context", CONTROLNETS_TEXT, *family.conditioning, *family.ignored}
     unknown = sorted(name for name, value in extra.items() if value is not None and name not in known)
-    refuse_new_keys(family.name, net, unknown)
+    refuse_new_keys(family.name, diffusion_model, unknown)
     if unknown:
         raise UnsupportedError(f"Remove the node that adds {', '.join(unknown)} to the conditioning, or use Load "
                                f"Diffusion Model: xDiT runs {family.name} without it, and it would be dropped "

@@ -184,7 +184,7 @@ class RemoteModel:
             width = self.setup.transformer_config[self.family.conditioning["context"]]
             context = x.new_zeros(len(x), 0, width)
         check_call(self.family, x, timestep, context)
-        x, rescaled_options, finish = self.family.rescale_parts(x, timestep, extra, transformer_options)
+        x, rescaled_options, finish = self.family.rescale_audio(x, timestep, extra, transformer_options)
         extra = self.family.unfold(extra | scales_of(self.family, transformer_options) | variant_of(self.family))
         dims = self.modules[""][0]
         refuse_call(self.family, transformer_options, {"context": context, **extra}, dims)

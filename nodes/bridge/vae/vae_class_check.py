@@ -21,7 +21,7 @@ def check_vae_class(vae, kind):
     VAE's Kind."""
     cls, family = type(vae.first_stage_model), kind.family
     key = family.class_name, cls, vae.latent_channels
-    if family.tiny is None or key in checked:
+    if family.build_small is None or key in checked:
         return
     try:
         with torch.no_grad():
@@ -39,9 +39,9 @@ def _refusal(family, what):
 
 
 def _difference(vae, kind, cls):
-    """How they differ, as a clause; None where they do not."""
+    """A clause that says how they differ; None where they do not."""
     family = kind.family
-    model = family.tiny(type(cls.__name__, (OfComfyUI, cls), {}), vae.first_stage_model).eval()
+    model = family.build_small(type(cls.__name__, (OfComfyUI, cls), {}), vae.first_stage_model).eval()
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         width = parameter[0].numel() if parameter.ndim > 1 else 1
@@ -51,15 +51,15 @@ def _difference(vae, kind, cls):
         if name in buffers and buffers[name].shape == buffer.shape:
             buffer.copy_(buffers[name])
     ours, shapes = _copy_with(vae, model), []
-    latent = torch.randn(1, vae.latent_channels, *family.tiny_size, generator=generator)
+    latent = torch.randn(1, vae.latent_channels, *family.check_size, generator=generator)
     want = vae.process_output(model.decode(latent.clone()).float())
     with replaced(model, **{name: functools.partial(_recorded, getattr(model, name), functools.partial(shape_of, model),
                                                     shapes) for name, shape_of in family.tiles.items()}):
         pixels = family.pixels(model, family.decode(model, latent.clone()))
-        given = vae.process_input(want[:, :, :family.tiny_frames].clamp(0, 1).clone())
-        encoded = family.encode(model, given.clone())
-    frames = kind.decoded_frames(ours, latent.shape[2]), kind.encoded_frames(ours, given.shape[2])
-    moments = model.encode(given.clone())
+        image = vae.process_input(want[:, :, :family.check_frames].clamp(0, 1).clone())
+        encoded = family.encode(model, image.clone())
+    frames = kind.decoded_frames(ours, latent.shape[2]), kind.encoded_frames(ours, image.shape[2])
+    moments = model.encode(image.clone())
     if any(actual != said for actual, said in shapes):
         return f"a tile of its VAE has the shape {shapes[0][0]}, where the pack knows {shapes[0][1]}"
     for what, own, native, count in (("image", pixels, want, frames[0]), ("latent", encoded, moments, frames[1])):

@@ -53,7 +53,7 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
 
     def forward(x, timestep, context=None, control=None, transformer_options={}, **extra):
         beside = family.per_call_inputs(timestep, transformer_options)
-        x, transformer_options, finish = family.rescale_parts(x, timestep, extra, transformer_options)
+        x, transformer_options, finish = family.rescale_audio(x, timestep, extra, transformer_options)
         if isinstance(x, list):
             x, timestep, beside = family.split_parts(x, timestep, config, transformer_options)
         size = family.patch_size(config)

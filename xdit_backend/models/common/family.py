@@ -146,7 +146,7 @@ class Family:
     # (latents, timestep, ComfyUI's arguments, transformer_options) -> (latents as the model takes them,
     # transformer_options for split_parts, function of the prediction -> the prediction for the latents as given).
     # ComfyUI's class does this outside of the wrappers of its forward.
-    rescale_parts: Callable = lambda latents, timestep, arguments, options: (latents, options, lambda found: found)
+    rescale_audio: Callable = lambda latents, timestep, arguments, options: (latents, options, lambda found: found)
     # (timestep (B,), transformer_options) -> {conditioning: tensor (B, ...) of this call alone}
     per_call_inputs: Callable = lambda timestep, options: {}
     # (ComfyUI's arguments) -> the same, with what is in a dict of many under names of its own
