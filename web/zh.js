@@ -1,6 +1,12 @@
 /** Errors and what nodes say while they run, in Chinese. {} in the English stands for any text, which {0}, {1} ... have in the Chinese. Used by translate.js. */
 
 export const ZH = {
+  "Update xDiT, or use Load Diffusion Model: this ComfyUI {}is newer than the pack knows, and in its model of {} {}.":
+    "请更新 xDiT，或使用“UNet加载器”：此 ComfyUI {0}比本插件所知的版本新，其 {1} 模型：{2}。",
+  "Update xDiT, or use VAE Decode and VAE Encode: this ComfyUI {}is newer than the pack knows, and in its model of {} {}.":
+    "请更新 xDiT，或使用“VAE解码”和“VAE编码”：此 ComfyUI {0}比本插件所知的版本新，其 {1} 模型：{2}。",
+  "Install {} in the Python of the workers: the ComfyUI {} in {}, whose module this model runs as, needs it, and comfy-kitchen is {} ({}).":
+    "请在工作进程的 Python 中安装 {0}：此模型使用 {2} 中 ComfyUI {1} 的模块，它需要这个包，而 comfy-kitchen 为 {3}（{4}）。",
   "Use the bf16, fp16 or plain fp8 file of this model for nodes that write or mix a MODEL's own weights (ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that take it as their second model): {} has quantised weights or is a GGUF file. As the first model of a ModelMerge node, and with LoRA, it works.":
     "写入或混合 MODEL 自身权重的节点（ModelSave、CheckpointSave、LoraSave，以及把它作为第二个模型的 ModelMerge 节点）请使用此模型的 bf16、fp16 或普通 fp8 文件：{0} 含有量化的权重，或者是 GGUF 文件。作为 ModelMerge 节点的第一个模型，以及与 LoRA 一起，它可以使用。",
   "Use the publisher's full file, or a text encoder that prepares this text: {} lacks the weights {} that ComfyUI needs for it.":

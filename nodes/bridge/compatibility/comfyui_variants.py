@@ -16,12 +16,12 @@ WIDTH, TOKENS = 8, 3                       # of the block that is computed
 
 
 def variant_of(family):
-    """{conditioning: tensor} that tells the family's workers which version of ComfyUI's class to compute as."""
+    """{conditioning: tensor} by which the family's workers know which version of ComfyUI's class to compute as."""
     return {AGAIN: torch.zeros(1)} if AGAIN in family.conditioning and _norms_video_again() else {}
 
 
 class _Recorder(torch.nn.Module):
-    """An attention that gives a constant, and keeps what it is given."""
+    """An attention that gives a constant, and keeps its inputs."""
 
     def __init__(self, value):
         super().__init__()

@@ -7,7 +7,8 @@ from ....xdit_backend.protocol.errors import UnsupportedError
 
 # conditioning that a model of ComfyUI 0.30 reads and the pack does not run: a node has added it
 REFUSED_KEYS = frozenset({
-    "attention_mask", "clip_fea", "context_latents", "guidance", "guiding_frame_index", "latent", "local_add_cond",
+    "attention_mask", "clip_fea", "context_latents", "fps", "guidance", "guiding_frame_index", "latent",
+    "local_add_cond",
     "minimax_payload.audio_cond_noise_aug", "minimax_payload.visual_cond_noise_aug", "num_video_frames", "ref_audio",
     "ref_contexts", "ref_latent", "ref_latents", "ref_mask_flag", "ref_mask_latents", "reference_latent", "sam_latents",
     "siglip_feats", "strength", "time_context", "time_dim_concat", "time_dim_replace", "txt_byt5", "y"})
