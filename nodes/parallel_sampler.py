@@ -1,4 +1,5 @@
-"""Parallel Sampler: KSampler for a MODEL from Load xDiT Model."""
+"""Parallel Sampler: KSampler for a MODEL from Load xDiT Model. It has KSampler's inputs: conversion maps them by name
+(SAME_INPUTS in web/convert.js)."""
 
 import comfy.sample
 import comfy.samplers

@@ -209,10 +209,10 @@ export const ZH = {
     "在计算能力 {0} 的 CUDA 设备上运行，而 {1}",
   "takes {}, and this model computes in {}":
     "接受 {0}，而此模型以 {1} 计算",
-  "takes a head size of at most {}, the same for queries and values, and this model has one of {}":
-    "接受最多 {0} 个数且查询与值相同的注意力头，而此模型有 {1} 个数的头",
-  "gives no log-sum-exp in the installed version, which ring_degree needs: install {} 2 or use ulysses_degree":
-    "在已安装的版本中不给出 ring_degree 所需的 log-sum-exp：请安装 {0} 2 或使用 ulysses_degree",
+  "takes a head size of at most {}, the same for queries and values, and this model has {} and {}":
+    "接受最多 {0} 个数且查询与值相同的注意力头，而此模型的查询和值分别为 {1} 和 {2} 个数",
+  "gives no log-sum-exp in the installed version, which ring_degree needs; with {} 2, or ulysses_degree instead of ring_degree, it can be used":
+    "在已安装的版本中不给出 ring_degree 所需的 log-sum-exp；安装 {0} 2，或用 ulysses_degree 代替 ring_degree，即可使用",
   "cannot be imported ({}): reinstall {} for PyTorch {}":
     "无法导入（{0}）：请为 PyTorch {2} 重新安装 {1}",
   "Set compile to off in xDiT Parallel Config, or remove TorchCompileModel: PyTorch cannot compile this model here ({}).":

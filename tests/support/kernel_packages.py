@@ -102,5 +102,5 @@ def use(folder, exact=True):
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     backends.capability_of = lambda device: HOPPER
-    for name, kernel in backends.KERNELS.items() if exact else ():
-        backends.KERNELS[name] = dataclasses.replace(kernel, dtypes=(*kernel.dtypes, torch.float64))
+    for name, kernel in backends.BACKENDS.items() if exact else ():
+        backends.BACKENDS[name] = dataclasses.replace(kernel, dtypes=(*kernel.dtypes, torch.float64))

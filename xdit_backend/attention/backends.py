@@ -48,7 +48,7 @@ class AttentionBackend:
 class BackendUse:
     """Attention backend selected for a forward, and counts of the attention calls by backend."""
 
-    name: str = SDPA                       # or a key of KERNELS
+    name: str = SDPA                       # or a key of BACKENDS
     is_required: bool = False              # an unsupported call is an error; otherwise it runs on torch SDPA
     modules: dict = field(default_factory=dict)            # name -> the imported module, or why it cannot be used
     counts: Counter = field(default_factory=Counter)       # backend, with the reason if it is a fallback -> calls
@@ -86,7 +86,8 @@ def _xformers(module, q_BTNH, k_BTNH, v_BTNH, bias, scale, with_lse):
     return module.memory_efficient_attention(q_BTNH, k_BTNH, v_BTNH, attn_bias=bias, scale=scale), None
 
 
-KERNELS = {
+# the names are choices of the setting as well: protocol.specs.ATTENTIONS and BackendChoice
+BACKENDS = {
     "flash": AttentionBackend("FlashAttention 2", "flash_attn", "flash-attn", _flash),
     "flash3": AttentionBackend("FlashAttention 3", "flash_attn_interface", "flash-attn-3", _flash, (9, 0),
                                only_major=9),
@@ -99,7 +100,7 @@ KERNELS = {
 
 def unusable(device):
     """{backend: why it cannot run on this device, or ""}. Imports no package."""
-    return {name: _why_absent(backend) or _why_not_on(backend, device) for name, backend in KERNELS.items()}
+    return {name: _why_absent(backend) or _why_not_on(backend, device) for name, backend in BACKENDS.items()}
 
 
 def attend(q_BNTH, k_BNTH, v_BNTH, use, mask=None, is_causal=False, scale=None):
@@ -136,7 +137,7 @@ def _fits(q_BNTH, k_BNTH, v_BNTH, use, mask, is_causal, with_lse):
     if use.name == SDPA:
         use.counts[SDPA] += 1
         return False
-    backend, brief = KERNELS[use.name], ""
+    backend, brief = BACKENDS[use.name], ""
     if is_causal or (mask is not None and not backend.takes_masks):
         brief = "masks"
     elif not (q_BNTH.shape[2] and k_BNTH.shape[2]):
@@ -162,16 +163,16 @@ def _misfit(backend, q_BNTH, v_BNTH, use, with_lse):
         return dtype, f"takes {', '.join(map(_name, backend.dtypes))}, and this model computes in {dtype}"
     if head_size > backend.head_sizes[-1] or v_BNTH.shape[3] != head_size:
         return f"heads of {head_size}", (f"takes a head size of at most {backend.head_sizes[-1]}, the same for queries "
-                                         f"and values, and this model has one of {head_size}")
+                                         f"and values, and this model has {head_size} and {v_BNTH.shape[3]}")
     if with_lse and not backend.gives_lse(module):
-        return "Ring", (f"gives no log-sum-exp in the installed version, which ring_degree needs: install "
-                        f"{backend.package} 2 or use ulysses_degree")
+        return "Ring", (f"gives no log-sum-exp in the installed version, which ring_degree needs; with "
+                        f"{backend.package} 2, or ulysses_degree instead of ring_degree, it can be used")
     return "", ""
 
 
 def _run(q_BNTH, k_BNTH, v_BNTH, use, mask, scale, with_lse):
     """Run the package's attention; returns (out, like q; lse or None). Heads are zero-padded, which is exact."""
-    backend, head_size, num_queries = KERNELS[use.name], q_BNTH.shape[3], q_BNTH.shape[2]
+    backend, head_size, num_queries = BACKENDS[use.name], q_BNTH.shape[3], q_BNTH.shape[2]
     scale = head_size ** -0.5 if scale is None else scale
     if not backend.takes_groups:
         k_BNTH, v_BNTH = repeat_heads(q_BNTH, k_BNTH, v_BNTH)

@@ -1,4 +1,5 @@
-"""The supported families of VAEs, one per module."""
+"""The supported families of VAEs, one per module. nodes/bridge/vae/vae_detection.py detects which family ComfyUI's VAE
+belongs to."""
 
 from .cogvideox import COGVIDEOX
 from .cosmos import COSMOS

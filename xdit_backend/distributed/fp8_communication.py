@@ -19,9 +19,9 @@ FP8 = torch.float8_e4m3fn
 ALIGNED = 16                               # bytes; alignment of each tensor in a message
 
 
-def pack(tensors, is_small):
-    """Pack tensors (..., T, H) into one row of bytes. is_small: whether each is sent in fp8."""
-    stored = [each for tensor, small in zip(tensors, is_small) for each in (to_fp8(tensor) if small else (tensor,))]
+def pack(tensors, is_fp8):
+    """Pack tensors (..., T, H) into one row of bytes. is_fp8: whether each is sent in fp8."""
+    stored = [each for tensor, small in zip(tensors, is_fp8) for each in (to_fp8(tensor) if small else (tensor,))]
     rows = []
     for each in stored:
         row = each.reshape(-1).view(torch.uint8)
@@ -29,8 +29,8 @@ def pack(tensors, is_small):
     return torch.cat(rows)
 
 
-def unpack(row, shapes, is_small, dtype):
-    """Unpack the tensors of a row of bytes made by `pack`. shapes, is_small: of each tensor."""
+def unpack(row, shapes, is_fp8, dtype):
+    """Unpack the tensors of a row of bytes made by `pack`. shapes, is_fp8: of each tensor."""
     tensors, start = [], 0
 
     def take(shape, stored_dtype):
@@ -40,15 +40,15 @@ def unpack(row, shapes, is_small, dtype):
         start += size + -size % ALIGNED
         return part
 
-    for shape, small in zip(shapes, is_small):
+    for shape, small in zip(shapes, is_fp8):
         tensors.append(from_fp8(take(shape, FP8), take(_scales(shape), torch.float32), dtype)
                        if small else take(shape, dtype))
     return tensors
 
 
-def num_bytes(shapes, is_small, dtype):
+def num_bytes(shapes, is_fp8, dtype):
     """Size in bytes of a packed row of tensors with these shapes."""
-    sizes = [size for shape, small in zip(shapes, is_small)
+    sizes = [size for shape, small in zip(shapes, is_fp8)
              for size in ((math.prod(shape), 4 * math.prod(_scales(shape))) if small
                           else (math.prod(shape) * dtype.itemsize,))]
     return sum(size + -size % ALIGNED for size in sizes)
@@ -74,22 +74,22 @@ def _scales(shape):
     return (*shape[:-2], -(-shape[-2] // BLOCK))
 
 
-def all_to_all_small(chunks, shapes, is_small, group, traffic):
+def all_to_all_fp8(chunks, shapes, is_fp8, group, traffic):
     """all_to_all of several tensors (..., T, H) per rank, some of them in fp8. Every rank of the group calls it.
 
-    chunks: [[tensor]] by receiving rank. shapes: [[shape]] of what each rank sends here. is_small: whether each tensor
+    chunks: [[tensor]] by receiving rank. shapes: [[shape]] of what each rank sends here. is_fp8: whether each tensor
     is sent in fp8. Returns [[tensor]] by sending rank.
     """
     dtype, rank = chunks[0][0].dtype, dist.get_rank(group)
-    rows = [pack(tensors, is_small) if index != rank else tensors[0].new_empty(0, dtype=torch.uint8)
+    rows = [pack(tensors, is_fp8) if index != rank else tensors[0].new_empty(0, dtype=torch.uint8)
             for index, tensors in enumerate(chunks)]
-    sizes = [(num_bytes(of, is_small, dtype) if index != rank else 0,) for index, of in enumerate(shapes)]
+    sizes = [(num_bytes(of, is_fp8, dtype) if index != rank else 0,) for index, of in enumerate(shapes)]
     arrived = all_to_all(rows, sizes, group, traffic)
-    return [chunks[rank] if index == rank else unpack(row, of, is_small, dtype)
+    return [chunks[rank] if index == rank else unpack(row, of, is_fp8, dtype)
             for index, (row, of) in enumerate(zip(arrived, shapes))]
 
 
-def all_gather_small(local, sizes, group, traffic):
+def all_gather_fp8(local, sizes, group, traffic):
     """Concatenate every rank's tensor (..., T, H) along T, others' being sent in fp8. sizes: T of each rank. Every rank
     of the group calls it."""
     shapes = [(*local.shape[:-2], size, local.shape[-1]) for size in sizes]

@@ -10,7 +10,7 @@ from ..partition import last_stage_ranks
 from ..protocol import messages
 from ..protocol.devices import devices_per_machine
 from ..protocol.errors import WorkerDiedError, XDiTError
-from ..protocol.specs import BY_KERNEL
+from ..protocol.specs import BY_BACKEND
 from .autoencoders import Autoencoders
 from .calls import SYNCHRONOUS, CallHandle, refuse_unusable, share_call
 from .conditioning_cache import Conditionings
@@ -199,8 +199,8 @@ class Client:
         the reason for a fallback: "sage", "sdpa (masks)". Does not wait for busy workers."""
         counts: collections.Counter = collections.Counter()
         for numbers in self.workers.current.totals.values() if self.running else ():
-            counts.update({name.removeprefix(BY_KERNEL): round(count) for name, count in numbers.items()
-                           if name.startswith(BY_KERNEL)})
+            counts.update({name.removeprefix(BY_BACKEND): round(count) for name, count in numbers.items()
+                           if name.startswith(BY_BACKEND)})
         return counts
 
     @property

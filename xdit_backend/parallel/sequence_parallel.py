@@ -12,7 +12,7 @@ import torch
 from ..attention.backends import BackendUse, attend, attend_with_lse
 from ..attention.log_sum_exp import merge_attention
 from ..distributed.collectives import RingExchange, all_gather, all_to_all
-from ..distributed.fp8_communication import all_gather_small, all_to_all_small, num_bytes, pack, unpack
+from ..distributed.fp8_communication import all_gather_fp8, all_to_all_fp8, num_bytes, pack, unpack
 from ..partition import shard_sizes
 from ..protocol.specs import ALL, KEYS, WHOLE
 
@@ -87,7 +87,7 @@ def all_keys(k_BNTH, v_BNTH, attention, mesh, traffic):
     if mesh.degrees["ring"] == 1 or not any(sizes):
         return k_BNTH, v_BNTH
     if attention.exchange != WHOLE:
-        return all_gather_small(torch.stack([k_BNTH, v_BNTH]), _ring_sizes(sizes, mesh), mesh.ring_group, traffic)
+        return all_gather_fp8(torch.stack([k_BNTH, v_BNTH]), _ring_sizes(sizes, mesh), mesh.ring_group, traffic)
     return all_gather(torch.stack([k_BNTH, v_BNTH]), _ring_sizes(sizes, mesh), 3, mesh.ring_group, traffic)
 
 
@@ -108,15 +108,15 @@ def ring_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
     mask = attention.near(q_BNTH, sum(sizes), attention.mask)
     masks = [None] * degree if mask is None else mask.split(sizes, 3)
     key_value = in_transit = torch.stack([k_BNTH, v_BNTH])
-    is_small = attention.exchange != WHOLE
-    if is_small:
+    is_fp8 = attention.exchange != WHOLE
+    if is_fp8:
         in_transit = pack([key_value], [True])
     out = lse = exchange = None
     for step in range(degree):
         if step + 1 < degree:
             arriving = sizes[(rank - step - 1) % degree]
             shape = (*key_value.shape[:3], arriving, key_value.shape[4])
-            exchange = RingExchange(in_transit, (num_bytes([shape], [True], q_BNTH.dtype),) if is_small else shape,
+            exchange = RingExchange(in_transit, (num_bytes([shape], [True], q_BNTH.dtype),) if is_fp8 else shape,
                                     mesh.ring_group, traffic)
         if q_BNTH.shape[2] and key_value.shape[3]:
             block_out, block_lse = attend_with_lse(q_BNTH, key_value[0], key_value[1], attention.backend,
@@ -127,7 +127,7 @@ def ring_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
                 out, lse = merge_attention(out, lse, block_out, block_lse)
         if step + 1 < degree:
             in_transit = exchange.wait()
-            key_value = unpack(in_transit, [shape], [True], q_BNTH.dtype)[0] if is_small else in_transit
+            key_value = unpack(in_transit, [shape], [True], q_BNTH.dtype)[0] if is_fp8 else in_transit
     return q_BNTH if out is None else out.to(q_BNTH.dtype)
 
 
@@ -153,7 +153,7 @@ class ScatteredHeads:
 
     heads: tuple                   # number of heads of each rank
     sizes: list                    # number of tokens of each rank
-    is_small: bool                 # whether they are sent in fp8
+    is_fp8: bool                 # whether they are sent in fp8
 
 
 def scatter_heads(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
@@ -172,28 +172,28 @@ def scatter_heads(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
     if repeats > 1:
         k_BNTH, v_BNTH = k_BNTH.repeat_interleave(repeats, 1), v_BNTH.repeat_interleave(repeats, 1)
     of_queries, of_keys = zip(*heads_of_ranks)
-    are_small = [attention.exchange == ALL, attention.exchange in (KEYS, ALL)]
+    are_fp8 = [attention.exchange == ALL, attention.exchange in (KEYS, ALL)]
     queries, others = [(q_BNTH, of_queries)], [(k_BNTH, of_keys), (v_BNTH, of_keys)]
     if key_sizes is None:
         tensors = _all_to_all_heads(queries + others, sizes, mesh, traffic,
-                                    [are_small[0], are_small[1], are_small[1]])
+                                    [are_fp8[0], are_fp8[1], are_fp8[1]])
     else:
-        tensors = (_all_to_all_heads(queries, sizes, mesh, traffic, are_small[:1])
-                   + _all_to_all_heads(others, key_sizes, mesh, traffic, are_small[1:] * 2))
-    return tensors, ScatteredHeads(of_queries, sizes, are_small[0])
+        tensors = (_all_to_all_heads(queries, sizes, mesh, traffic, are_fp8[:1])
+                   + _all_to_all_heads(others, key_sizes, mesh, traffic, are_fp8[1:] * 2))
+    return tensors, ScatteredHeads(of_queries, sizes, are_fp8[0])
 
 
-def _all_to_all_heads(tensors, sizes, mesh, traffic, are_small):
+def _all_to_all_heads(tensors, sizes, mesh, traffic, are_fp8):
     """All-to-all of several tensors at once. tensors: [((B, N, T of this rank, H), number of heads of each rank of the
-    group)]. sizes: T of each rank. are_small: whether each tensor is sent in fp8."""
+    group)]. sizes: T of each rank. are_fp8: whether each tensor is sent in fp8."""
     batch, _, num_tokens, head_size = tensors[0][0].shape
     counts, own = [sum(chunks) for chunks in zip(*(heads for _, heads in tensors))], mesh.ranks["ulysses"]
     if not any(sizes):
         return [tensor[:, :heads[own]] for tensor, heads in tensors]
-    if any(are_small):
+    if any(are_fp8):
         by_rank = zip(*(tensor.split(heads, 1) for tensor, heads in tensors))
         shapes = [[(batch, heads[own], size, head_size) for _, heads in tensors] for size in sizes]
-        arrived = all_to_all_small(list(by_rank), shapes, are_small, mesh.ulysses_group, traffic)
+        arrived = all_to_all_fp8(list(by_rank), shapes, are_fp8, mesh.ulysses_group, traffic)
         return [torch.cat(chunks, 2) for chunks in zip(*arrived)]
     if mesh.ulysses_speeds:
         send = torch.cat([chunk for chunks in zip(*(tensor.transpose(0, 1).split(heads) for tensor, heads in tensors))
@@ -217,8 +217,8 @@ def gather_heads(out_BNTH, scattered, mesh, traffic):
     batch, _, _, head_size = out_BNTH.shape
     sizes = scattered.sizes
     shapes = [(batch, count, sizes[mesh.ranks["ulysses"]], head_size) for count in scattered.heads]
-    if scattered.is_small:
-        arrived = all_to_all_small([[chunk] for chunk in out_BNTH.split(sizes, 2)], [[shape] for shape in shapes],
+    if scattered.is_fp8:
+        arrived = all_to_all_fp8([[chunk] for chunk in out_BNTH.split(sizes, 2)], [[shape] for shape in shapes],
                                    [True], mesh.ulysses_group, traffic)
         return torch.cat([chunk for chunk, in arrived], 1)
     return torch.cat(all_to_all(out_BNTH.split(sizes, 2), shapes, mesh.ulysses_group, traffic), 1)

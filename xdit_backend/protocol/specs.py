@@ -115,7 +115,7 @@ class NetworkSpec:
 # --- options of a call ---
 
 SDPA = "sdpa"                              # torch's own attention
-BY_KERNEL = "attention by "                # prefix of the names of a prediction's attention counts
+BY_BACKEND = "attention by "               # prefix of the names of a prediction's attention counts
 # choices of the setting: the backend that ComfyUI was started with, or one of attention/backends.py
 ATTENTIONS = "as ComfyUI", SDPA, "flash", "flash3", "sage", "xformers"
 

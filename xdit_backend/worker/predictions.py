@@ -17,7 +17,7 @@ from ..parallel.stale_kv_cache import KeyValues, Offload
 from ..parallel.vae_memory import free_bytes
 from ..partition import FULL, shard_sizes
 from ..protocol.shared_memory import map_segment
-from ..protocol.specs import BY_KERNEL, MODES, Branch
+from ..protocol.specs import BY_BACKEND, MODES, Branch
 from .busy_time import Clock
 from .cooperative_loading import WeightGroups
 from .injected_networks import Networks
@@ -144,7 +144,7 @@ class Predictions:
         end = clock.mark()
         clock.add(start, end, waits + weight_waits)
         self._record(command, start, end, {"wait": waits, "weights": weight_waits}, traffic)
-        by_backend = {f"{BY_KERNEL}{name}": float(count) for name, count in self._backend.counts.items()}
+        by_backend = {f"{BY_BACKEND}{name}": float(count) for name, count in self._backend.counts.items()}
         return {"sent_bytes": traffic.sent_bytes, "busy_s": clock.take(), **by_backend}
 
     def _run(self, command, slices, receives, traffic):

@@ -14,7 +14,7 @@ from ....xdit_backend.protocol.specs import ATTENTIONS, SDPA, BackendChoice
 
 OVERRIDE = "optimized_attention_override"
 # ComfyUI's attention functions with a backend of their own; all others compute what torch SDPA does
-KERNELS = {"attention_sage": "sage", "attention_flash": "flash", "attention_xformers": "xformers"}
+BACKEND_OF_FUNCTION = {"attention_sage": "sage", "attention_flash": "flash", "attention_xformers": "xformers"}
 EXACT = ("attention_basic", "attention_sub_quad", "attention_split", "attention_pytorch")
 # arguments of a trial call
 TRIAL = {"heads": 2, "mask": None, "skip_reshape": True, "transformer_options": {}}
@@ -39,7 +39,7 @@ def override_backend(override):
 
 
 def _backend_named(name):
-    return SDPA if name in EXACT else KERNELS.get(name)
+    return SDPA if name in EXACT else BACKEND_OF_FUNCTION.get(name)
 
 
 def _is_comfyuis(value):

@@ -12,7 +12,7 @@ from tests.support.model_zoo import example
 from tests.support.ranks import run_ranks
 from tests.support.tolerances import within
 from xdit_backend.attention import backends
-from xdit_backend.attention.backends import KERNELS, BackendUse, attend, attend_with_lse, repeat_heads
+from xdit_backend.attention.backends import BACKENDS, BackendUse, attend, attend_with_lse, repeat_heads
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE, build_mesh
 from xdit_backend.hooks.replicated_unet import ReplicatedHooks
@@ -26,13 +26,13 @@ from xdit_backend.protocol.errors import UnsupportedError
 from xdit_backend.protocol.specs import BackendChoice, Layout
 
 FP64, BF16 = torch.float64, torch.bfloat16
-NAMES = sorted(KERNELS)
+NAMES = sorted(BACKENDS)
 
 
 @contextmanager
 def packages(folder, exact=True, **others):
     """Under this, the stand-ins are this process's packages."""
-    path, capability_of, known = list(sys.path), backends.capability_of, dict(KERNELS)
+    path, capability_of, known = list(sys.path), backends.capability_of, dict(BACKENDS)
     kernel_packages.use(kernel_packages.write(folder, **others), exact)
     try:
         yield
@@ -40,7 +40,7 @@ def packages(folder, exact=True, **others):
         sys.path[:] = path
         kernel_packages.forget()
         backends.capability_of = capability_of
-        KERNELS.update(known)
+        BACKENDS.update(known)
 
 
 @pytest.fixture
@@ -87,8 +87,8 @@ def test_masks_are_torchs_own_but_for_xformers(installed, name):
 
 
 @pytest.mark.parametrize("name, size, dtype, reason, brief", [
-    ("flash", 264, BF16, "FlashAttention 2 takes heads of at most 256 numbers.* some of 264", "heads of 264"),
-    ("sage", 160, BF16, "SageAttention takes heads of at most 128 numbers.* some of 160", "heads of 160"),
+    ("flash", 264, BF16, "FlashAttention 2 takes a head size of at most 256.* has 264 and 264", "heads of 264"),
+    ("sage", 160, BF16, "SageAttention takes a head size of at most 128.* has 160 and 160", "heads of 160"),
     ("flash3", 64, torch.float32, "takes float16, bfloat16, and this model computes in float32", "float32"),
     ("xformers", 64, FP64, "takes float16, bfloat16, float32, and this model computes in float64", "float64")])
 def test_what_does_not_fit_is_refused_by_name_or_torchs_own(tmp_path, name, size, dtype, reason, brief):
@@ -109,7 +109,7 @@ def test_a_package_that_is_missing_or_broken_or_too_old_is_named(tmp_path, monke
         with pytest.raises(UnsupportedError, match="FlashAttention 2 cannot be imported .*undefined symbol.*reinstall"):
             attend(q, k, v, BackendUse("flash", True))
         attend(q, k, v, BackendUse("sage", True))                # whose first version is enough without Ring
-        with pytest.raises(UnsupportedError, match="gives no log-sum-exp .* install sageattention 2"):
+        with pytest.raises(UnsupportedError, match="gives no log-sum-exp .* with sageattention 2"):
             attend_with_lse(q, k, v, BackendUse("sage", True))
         sys.modules["sageattention"].DTYPES = ()
         with pytest.raises(UnsupportedError, match=r"SageAttention rejects queries of shape \(1, 2, 5, 64\) and type"):

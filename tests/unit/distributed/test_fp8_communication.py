@@ -102,13 +102,13 @@ def test_a_row_of_bytes_holds_all_tensors(dtype, num_tokens):
     """Each number is off by at most a sixteenth of itself, or by half of the smallest number there is in its block."""
     tensor = tensors(num_tokens, dtype)[0]
     tensor[:, 0] = 0
-    shapes, is_small = [tuple(tensor.shape), (3, 5), tuple(tensor.shape)], [True, False, True]
+    shapes, is_fp8 = [tuple(tensor.shape), (3, 5), tuple(tensor.shape)], [True, False, True]
     beside = torch.arange(15).view(3, 5).to(dtype)
-    row = pack([tensor, beside, 2 * tensor], is_small)
+    row = pack([tensor, beside, 2 * tensor], is_fp8)
 
-    one, other, twice = unpack(row, shapes, is_small, dtype)
+    one, other, twice = unpack(row, shapes, is_fp8, dtype)
 
-    assert len(row) == num_bytes(shapes, is_small, dtype) and other.equal(beside) and one.dtype == dtype
+    assert len(row) == num_bytes(shapes, is_fp8, dtype) and other.equal(beside) and one.dtype == dtype
     assert torch.equal(one[:, 0], tensor[:, 0])
     largest = tensor.double().abs().amax() if num_tokens else 0
     allowed = torch.maximum(tensor.double().abs() / 16, torch.tensor(largest / 448 / 2 ** 10, dtype=torch.float64))

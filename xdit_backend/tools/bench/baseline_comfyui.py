@@ -1,6 +1,6 @@
 """Baseline for bench vae: ComfyUI's VAE Decode, full or tiled, in its own process, with one decode per line on stdin.
 
-The only file of the backend that imports ComfyUI; none of it runs in ComfyUI or in a worker.
+It imports all of ComfyUI, and so runs neither in the host nor in a worker.
 """
 
 import json
