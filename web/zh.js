@@ -1,10 +1,8 @@
 /** Errors and what nodes say while they run, in Chinese. {} in the English stands for any text, which {0}, {1} ... have in the Chinese. Used by translate.js. */
 
 export const ZH = {
-  "Update xDiT, or use Load Diffusion Model: this ComfyUI {}is newer than the pack knows, and in its model of {} {}.":
-    "请更新 xDiT，或使用“UNet加载器”：此 ComfyUI {0}比本插件所知的版本新，其 {1} 模型：{2}。",
-  "Update xDiT, or use VAE Decode and VAE Encode: this ComfyUI {}is newer than the pack knows, and in its model of {} {}.":
-    "请更新 xDiT，或使用“VAE解码”和“VAE编码”：此 ComfyUI {0}比本插件所知的版本新，其 {1} 模型：{2}。",
+  "Update xDiT, or use {}: this ComfyUI {}is newer than the pack knows, and in its model of {} {}.":
+    "请更新 xDiT，或使用{0}：此 ComfyUI {1}比本插件所知的版本新，其 {2} 模型：{3}。",
   "Install {} in the Python of the workers: the ComfyUI {} in {}, whose module this model runs as, needs it, and comfy-kitchen is {} ({}).":
     "请在工作进程的 Python 中安装 {0}：此模型使用 {2} 中 ComfyUI {1} 的模块，它需要这个包，而 comfy-kitchen 为 {3}（{4}）。",
   "Use the bf16, fp16 or plain fp8 file of this model for nodes that write or mix a MODEL's own weights (ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that take it as their second model): {} has quantised weights or is a GGUF file. As the first model of a ModelMerge node, and with LoRA, it works.":
@@ -189,8 +187,6 @@ export const ZH = {
     "请安装此 Python 中没有的 {0}：python -m pip install -r requirements.txt（在 xDiT 节点的文件夹中，用 ComfyUI 的 Python），然后重新启动 ComfyUI。",
   "Leave out {}, or set the address of this machine in Settings > xDiT > Other machines to one of {} after reading docs/guide/several-machines.md: devices=\"{}\" names other machines, and ComfyUI does not listen for any.":
     "请去掉 {0}，或先阅读 docs/guide/several-machines.md，再在 设置 > xDiT > 其他机器 中把本机的地址设为 {1} 之一：devices=\"{2}\" 指定了其他机器，而 ComfyUI 没有监听任何机器。",
-  "Leave out {}, or set the address of this machine in Settings > xDiT > Other machines, one of {}, and read docs/guide/several-machines.md before: devices=\"{}\", and ComfyUI does not listen for other machines.":
-    "请去掉 {0}，或在 设置 > xDiT > 其他机器 中设置本机的地址，即 {1} 之一，并先阅读 docs/guide/several-machines.md：devices=\"{2}\"，而 ComfyUI 没有监听其他机器。",
   "Name one of {} in xDiT Parallel Config: {} has no device {}.":
     "请在“xDiT 并行配置”中写上 {0} 之一：{1} 没有设备 {2}。",
   "Set several devices in xDiT Parallel Config and run once: there is nothing to measure, as only {} is used.":
@@ -942,8 +938,6 @@ export const ZH = {
     "没有其他程序的设备，它们占用 {0}（nvidia-smi 会列出它们）",
   "{} on the same devices (about {} GB of {} GB each)":
     "{0}，使用相同的设备（每个约占 {2} GB 中的 {1} GB）",
-  "What to try stands in docs/guide/troubleshooting.md.":
-    "可尝试的办法见 docs/guide/troubleshooting.md。",
   "{} ({}) died{}":
     "{0}（{1}）已终止{2}",
   "loading parked weights":

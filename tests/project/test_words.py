@@ -98,7 +98,7 @@ def test_a_new_banned_word_is_reported_with_its_line_and_the_fields_word(reposit
      '{"type": "Save", "title": "A card", "widgets_values": ["the sound of surf"]}]}',
      [("finished messages", 1), ("finished messages", 2), ("finished messages", 3)]),
     ("docs/guide.md", "# Guide\n\nTwo cards.\n\n```\nstart.py pictures\n```\n`drawn` [page](room.md) alike\n",
-     [("pages", 3), ("pages", 8)]),
+     [("finished pages", 3), ("finished pages", 8)]),
     ("web/docs/XDiTNode.md", "A picture.\n", [("finished pages", 1)]),
     ("xdit_backend/vocabulary/__init__.py", "", [("names", 1)]),
     ("xdit_backend/links.py", "x = '# two cards'  # for\n# want of a GPU\n",

@@ -259,7 +259,7 @@ class Branch:
     timestep: Segment              # (B,), or (B, N): one for each frame or token of the full latent
     conditioning: str              # name sent by Conditioning
     prediction: Segment = dataclasses.field(metadata=RESULT)   # like latent
-    # ControlNet residuals, see models.common.family.Family.control_shapes
+    # ControlNet residuals, see Family.control_shapes in models/common
     control: ByName[str, Segment] = dataclasses.field(default_factory=dict)
     # block, named as in ComfyUI's patches -> skip the block; return the values from its self-attention, whatever the
     # queries; or also write `scores`

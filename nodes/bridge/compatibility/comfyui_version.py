@@ -20,11 +20,12 @@ MODEL_TYPES = frozenset({"EPS", "V_PREDICTION", "V_PREDICTION_EDM", "STABLE_CASC
 TYPES_OF = {"MiniMax H3": {"FLOW_AV"}}     # family -> names that it alone is run with
 
 
-def newer_comfyui(family_name, what):
-    """The UnsupportedError of something in ComfyUI's model that the pack does not know. what: a clause that says it."""
+def newer_comfyui(family_name, what, instead="Load Diffusion Model"):
+    """Return the UnsupportedError for a part of ComfyUI's model that the pack does not know. what: a clause about it.
+    instead: ComfyUI's own nodes."""
     folder = find_comfyui()
     version = comfyui_version(folder) if folder is not None else ""
-    return UnsupportedError(f"Update xDiT, or use Load Diffusion Model: this ComfyUI {f'({version}) ' * bool(version)}"
+    return UnsupportedError(f"Update xDiT, or use {instead}: this ComfyUI {f'({version}) ' * bool(version)}"
                             f"is newer than the pack knows, and in its model of {family_name} {what}.")
 
 

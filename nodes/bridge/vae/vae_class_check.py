@@ -9,7 +9,6 @@ import functools
 import torch
 
 from ....xdit_backend.autoencoders.vae_family import OfComfyUI, replaced
-from ....xdit_backend.protocol.errors import UnsupportedError
 from ..compatibility.comfyui_version import newer_comfyui
 
 TOLERANCE = 1e-3                           # of pixels from 0 to 1
@@ -34,8 +33,7 @@ def check_vae_class(vae, kind):
 
 
 def _refusal(family, what):
-    message = str(newer_comfyui(family.models[0], what))
-    return UnsupportedError(message.replace("Load Diffusion Model", "VAE Decode and VAE Encode"))
+    return newer_comfyui(family.models[0], what, instead="VAE Decode and VAE Encode")
 
 
 def _difference(vae, kind, cls):

@@ -36,7 +36,7 @@ def write_safetensors(path, shapes, truncate_bytes=0):
     ({"devices": "cpu,cpu", "mode": "manual"}, "multiply to 1, and there are 2 devices"),
     ({"devices": "cpu,cpu", "mode": "manual", "cfg_degree": 3}, "Set cfg_degree to 1 or 2"),
     ({"devices": "cpu,cpu", "mode": "manual", "pipefusion_degree": 2, "stage_blocks": "1,2,3"},
-     "names 3 stages, and pipefusion_degree=2"),
+     "has 3 stages, and pipefusion_degree=2"),
     ({"devices": "cpu,cpu", "mode": "manual", "pipefusion_degree": 2, "stage_blocks": "half"},
      'stage_blocks="half" is not a list'),
     ({"devices": "cpu,cpu", "mode": "manual", "tensor_degree": 4},

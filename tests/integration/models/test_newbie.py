@@ -70,5 +70,5 @@ def test_a_vector_of_another_text_encoder_is_refused_with_both_widths(comfyui, w
     positive = prompt(comfyui, 1)
     positive[0][1]["pooled_output"] = torch.zeros(1, width)
 
-    with pytest.raises(comfyui.errors.ConfigError, match=f"of {width} numbers .* takes 16"):
+    with pytest.raises(comfyui.errors.ConfigError, match=f"of {width} channels, .* needs 16"):
         comfyui.sample(comfyui.ours(KIND, comfyui.config("cpu,cpu", ulysses=2)), KIND, positive=positive)

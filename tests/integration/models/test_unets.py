@@ -162,7 +162,7 @@ def test_a_checkpoint_gives_the_model_that_comfyui_takes_out_of_it(comfyui, case
 
 @pytest.mark.parametrize("degree", ["ulysses", "ring", "pipefusion"])
 def test_methods_that_need_tokens_are_refused_by_name(comfyui, degree):
-    with pytest.raises(comfyui.errors.ConfigError, match=rf"{degree}_degree=2 shares out .* SDXL is a U-Net"):
+    with pytest.raises(comfyui.errors.ConfigError, match=rf"{degree}_degree=2 splits .* SDXL is a U-Net"):
         comfyui.ours("sdxl", comfyui.config("cpu,cpu", **{degree: 2}))
 
 

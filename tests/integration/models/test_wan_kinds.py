@@ -169,5 +169,5 @@ def test_a_rate_that_no_frame_lasts_by_whole_frames_is_refused_by_name(comfyui, 
     kind, arguments = requested("wandancer")
     positive = [[text, given | {"fps": 29.5}] for text, given in arguments["positive"]]
 
-    with pytest.raises(comfyui.errors.UnsupportedError, match="adds fps .* runs WanDancer without it"):
+    with pytest.raises(comfyui.errors.UnsupportedError, match="adds fps .* support it for WanDancer"):
         comfyui.sample(comfyui.ours(kind, comfyui.config("cpu")), kind, **arguments | {"positive": positive})

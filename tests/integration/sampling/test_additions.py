@@ -241,7 +241,7 @@ def test_hypernetworks_equal_native_ksampler(comfyui, name, layout):
 
 
 def test_a_hypernetwork_that_draws_at_random_or_is_for_other_models_is_refused_by_name(comfyui):
-    for kind, name, words in (("sd15", "dropout", "has layers that xDiT does not run .Dropout"),
+    for kind, name, words in (("sd15", "dropout", "has layers that xDiT does not support .Dropout"),
                               ("sd3", "plain", "it does not support SD3")):
         model = with_hypernetwork(comfyui, comfyui.ours(kind, comfyui.config()), name)
         with pytest.raises(comfyui.errors.UnsupportedError, match=words):

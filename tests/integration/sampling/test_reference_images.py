@@ -256,7 +256,7 @@ def test_what_a_family_does_not_do_with_references_is_refused_by_name(comfyui):
         comfyui.sample(model, "flux", positive=positive)
     positive[0][1].update(reference_latents=[random(1, 4, 8, 8)], reference_latents_method="index")
     with pytest.raises(comfyui.errors.ConfigError,
-                       match="reference latent of 4 channels and 4 dims, and this Flux.1 model takes 16 and 4"):
+                       match="reference latent of 4 channels and 4 dims, and this Flux.1 model needs 16 and 4"):
         comfyui.sample(model, "flux", positive=positive)
 
 
