@@ -176,7 +176,7 @@ def test_accepts_ulysses_degree_that_divides_heads(degree):
     (Layout(tensor_degree=4, ulysses_degree=4), 24, None, "Set ulysses_degree to 1, 2, 3 or 6, or use ring_degree: "
      "ulysses_degree=4 does not divide the 6 of FLUX's 24 attention heads that a rank has with tensor_degree=4."),
     (Layout(tensor_degree=2), 7, None, "Set tensor_degree to 1 or 7: .* 7 attention heads."),
-    (Layout(tensor_degree=2), None, None, "tensor_degree=2 shares out .* and FLUX is a U-Net")])
+    (Layout(tensor_degree=2), None, None, "tensor_degree=2 splits .* and FLUX is a U-Net")])
 def test_rejects_tensor_degree_that_does_not_divide_heads(layout, num_heads, num_key_heads, words):
     with pytest.raises(ConfigError, match=words):
         validate_layout(layout, num_heads, "FLUX", num_key_heads)

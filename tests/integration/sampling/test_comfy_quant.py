@@ -78,7 +78,7 @@ def test_layers_that_round_tokens_are_not_shared_out(comfyui, native_of, format_
     name, *_ = native_of("sd3", format_)
 
     with pytest.raises(comfyui.errors.UnsupportedError, match=r"tensor_degree=2 cannot shard transformer_blocks\S+"
-                                                              r"weight, whose matrix multiplications round each token's inputs"):
+                                                              r"weight, whose matrix multiplications round"):
         comfyui.load_model.execute(name, "default", comfyui.config("cpu,cpu", tensor=2))
     model = comfyui.load_model.execute(name, "default", comfyui.config("cpu,cpu")).args[0]
     assert model.model.remote.spec.tensor_degree == 1

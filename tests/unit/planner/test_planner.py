@@ -334,5 +334,5 @@ def test_a_unet_shares_out_branches_and_images_alone():
     assert layouts == [Layout(), Layout(cfg_degree=2), Layout(data_degree=3), Layout(cfg_degree=2, data_degree=2),
                        Layout(data_degree=2)]
     for name in ("ring_degree", "ulysses_degree", "pipefusion_degree", "tensor_degree"):
-        with pytest.raises(ConfigError, match=f"{name}=2 shares out .* and SDXL is a U-Net"):
+        with pytest.raises(ConfigError, match=f"{name}=2 splits .* and SDXL is a U-Net"):
             choose_layout(ParallelConfig(mode="manual", **{name: 2}), 2, 2, AttentionHeads("SDXL", None))

@@ -45,7 +45,7 @@ def with_plan(name, **changed):
     pytest.param(dataclasses.replace(with_plan("Wan Animate", token_index_argument=None),
                                      adapt_model=lambda model, config: None), id="code between blocks")])
 def test_a_class_that_differs_from_its_plan_is_refused(family):
-    with pytest.raises(CheckpointError, match=f"{family.name} runs as ComfyUI's own module, and .* of ComfyUI .*cut "
+    with pytest.raises(CheckpointError, match=f"{family.name} runs as ComfyUI's own module, and .* of ComfyUI .*split "
                                               f"in two"):
         check_split(family)
 

@@ -27,8 +27,9 @@ from xdit_backend.tools.dry_run.simulated_rank import CopiesInLine
 
 ALLOWED = 0.05
 ALLOWED_WAITS = {
-    "copy at rows.py shares": "a few numbers, once a decode, which norms keep",
-    "equal at vae.py _same_images": "frames that the encoder has in another order: one is looked at, before a padding"}
+    "copy at spatial_ops.py fractions": "a few numbers, once a decode, which norms keep",
+    "equal at vae_rows.py _same_images":
+        "frames that the encoder has in another order: one is read, before a padding"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,14 +37,14 @@ def test_a_tensor_that_a_hook_makes_on_the_host_is_seen(row_with):
     found = row_with(attention_dispatch, "usp_attention", lambda plain, query, *others: plain(
         query + torch.zeros(query.shape[1:], dtype=query.dtype), *others))
 
-    assert {place_of(where) for where in found.mixed} == {"add of cpu and cuda:0 at attention.py attend"}
+    assert {place_of(where) for where in found.mixed} == {"add of cpu and cuda:0 at attention_dispatch.py attend"}
 
 
 def test_a_number_that_is_read_in_a_block_is_seen(row_with):
     found = row_with(attention_dispatch, "usp_attention", lambda plain, query, *others: (query.sum().item(),
                                                                                 plain(query, *others))[1])
 
-    assert {place_of(where) for where in found.waits} == {"_local_scalar_dense at attention.py attend"}
+    assert {place_of(where) for where in found.waits} == {"_local_scalar_dense at attention_dispatch.py attend"}
 
 
 def test_a_copy_from_memory_that_is_not_page_locked_is_seen(row_with):
