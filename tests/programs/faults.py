@@ -74,7 +74,7 @@ NEVER = {("idle", "cancel"), ("loading", "kill host"), ("idle", "kill host"), ("
 # what errors say, each one of these
 SAID = dict.fromkeys(FAULTS, ("queue the prompt again", "while starting", "use a smaller latent", "is cut short"))
 SAID["write to file"] = ("was written to while a run was streaming weights from it",)
-SAID["copy"] = ("could not be copied from system RAM",)
+SAID["copy"] = ("could not be copied from system ram",)
 TOLERANCE = 1e-9
 
 

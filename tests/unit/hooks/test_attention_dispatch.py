@@ -11,7 +11,7 @@ from xdit_backend.comfyui.install_location import find_comfyui
 from xdit_backend.comfyui.native_models import class_at
 from xdit_backend.hooks.attention_dispatch import AttentionFunctions
 from xdit_backend.models import FAMILIES
-from xdit_backend.worker.self_check import check_pieces
+from xdit_backend.worker.self_check import check_split
 
 
 class Container:
@@ -59,4 +59,4 @@ def test_a_wan_of_newer_comfyui_computes_in_pieces_what_it_computes_whole(monkey
     mutate(monkeypatch, model.WanSelfAttention, "forward", "self.v(x).view(b, s, n * d),",
            "Container(self.v(x).view(b, s, n * d)),")
 
-    check_pieces(FAMILIES["Wan Camera"])
+    check_split(FAMILIES["Wan Camera"])

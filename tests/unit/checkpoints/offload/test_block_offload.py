@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.support.model_zoo import CONFIGS, FOLDERS, PIPELINES, auxiliary, conditioning_of
+from tests.support.model_zoo import CONFIGS, FOLDERS, PIPELINES, beside, conditioning_of
 from tests.support.ranks import run_ranks
 from tests.support.tiers import by_default
 from xdit_backend.checkpoints.build_transformer import build
@@ -124,7 +124,7 @@ def inputs(loaded, seed=3, rows=4, columns=8, frames=2):
     latent = torch.randn(1, family.taken_channels(config), *shape, generator=torch.Generator().manual_seed(1))
     conditioning = conditioning_of(family, config, generator, {"context": 8}, 1, shape)
     if family.name == "MiniMax H3":                            # whose model has no video without sound
-        conditioning |= auxiliary(family, config, generator, (latent.shape, 5))
+        conditioning |= beside(family, config, generator, (latent.shape, 5))
     return latent.to(loaded.dtype), {name: tensor.to(loaded.dtype) if tensor.is_floating_point() else tensor
                                      for name, tensor in conditioning.items()}
 

@@ -211,7 +211,7 @@ def test_weights_from_host_memory_give_few_decodes_room_that_have_none_else():
                                for held in (decoder, min(decoder, 2 * layer)))
             num_rows, num_fitting = num_rows + 1, num_fitting + fits
             more += [(title, num_ranks, gpu_gb)] if would_fit and not fits else []
-    said = re.search(r"Of these (\d+) decodes (\d+) have room", FULL_SIZE.read_text(encoding="utf-8"))
+    said = re.search(r"these are (\d+) decodes \(\w+\)\. (\d+) fit", FULL_SIZE.read_text(encoding="utf-8"))
 
     assert said.groups() == (str(num_rows), str(num_fitting))
     assert more == [("Wan 2.1", 1, 12), ("HunyuanVideo 1.5", 4, 8), ("CogVideoX", 4, 12)]

@@ -175,5 +175,5 @@ def test_a_version_of_the_weights_is_gone_back_to_without_a_kernel(tmp_path, mon
         work.start_over()
         answers = [models.go_back(messages.ReturnWeights(1, name, to, left)) for to, left in ((1, 2), (2, 1), (3, 2))]
 
-        assert [answer["kept"] for answer in answers] == [spare_bytes > 0, spare_bytes > 0, 0]
+        assert [answer["cached"] for answer in answers] == [spare_bytes > 0, spare_bytes > 0, 0]
         assert work.kernels == 0 and work.waits == {} and work.mixed == {}
