@@ -247,7 +247,7 @@ def everything_kept(module, args, kwargs, output):
     ("hunyuan 1.5", "decode", "hunyuan_video15.replaced", masked),
     ("cogvideox", "decode", "cogvideox.LATE_FRAMES", 8),
     ("cogvideox, one frame more", "encode", "cogvideox.FRAMES", 16),
-    ("cogvideox, one frame more", "encode", "cogvideox._nothing_kept_of_one_frame", everything_kept),
+    ("cogvideox, one frame more", "encode", "cogvideox._drop_cache_of_one_frame", everything_kept),
 ])
 def test_the_comparison_notices_other_pieces_of_frames(made_by_comfyui, monkeypatch, kind, way, name, mutant):
     tensors, latent, pixels, image, encoded = made_by_comfyui[0][kind]
