@@ -483,7 +483,12 @@ def _flat(tensors):
 
 
 def run_node(node, arguments):
-    """Execute a node of either of ComfyUI's kinds; returns its outputs."""
+    """Execute a node of either of ComfyUI's kinds in inference mode, as ComfyUI does; returns its outputs."""
+    with torch.inference_mode():
+        return _outputs(node, arguments)
+
+
+def _outputs(node, arguments):
     if hasattr(node, "define_schema"):
         accepted = inspect.signature(node.execute).parameters
         keywords = any(parameter.kind == parameter.VAR_KEYWORD for parameter in accepted.values())

@@ -262,7 +262,7 @@ def test_methods_that_a_family_cannot_have_are_refused_by_name(comfyui, folder_o
     config = comfyui.config("cpu,cpu", **{"displaced_mode": "full_sync", "num_patches": 1, method: 2})
 
     with pytest.raises(comfyui.errors.ConfigError,
-                       match=f"^Set {method}_degree to 1, and use cfg_degree.*=2 .* is not supported for {name}: "):
+                       match=f"^Set {method}_degree to 1, and use cfg_degree.*=2 .*is not supported for {name}: "):
         comfyui.load_model.execute(folder_of(name)[0], "fp32", config)
 
 

@@ -57,6 +57,6 @@ def test_a_rank_lives_in_what_was_forecast(way, rank):
 
     assert work.mixed == {}
     # without bytes, of what is on the meta device
-    assert {place_of(wait) for wait in work.waits} <= ({f"copy at vae_rows.py {way}"} if rank else set())
+    assert {place_of(wait) for wait in work.waits} <= ({f"copy at vae.py {way}"} if rank else set())
     assert tiles.num_tiles == 4 and 0 < work.peak_bytes - before_bytes < tiles.peak_bytes < 3e9
     assert share is None if rank else tuple(share.tensor.shape) == RESULTS[way]
