@@ -19,7 +19,7 @@ from xdit_backend.protocol.errors import ConfigError
 
 ERRORS = {name for name in vars(errors) if name.endswith("Error")}
 # not met in the page: commands of a shell, and what connections say of a peer that is none of ours
-ELSEWHERE = re.compile(r"xdit_backend/(tools/bench|protocol|memory|worker/command_loop|"
+ELSEWHERE = re.compile(r"xdit_backend/(tools/bench|tools/report|protocol|memory|worker/command_loop|"
                        r"multi_node/(connections|node_session|remote_workers|join|show_key|segment_transfer))")
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 NEW = 8                                    # messages that may be newer than their translation
