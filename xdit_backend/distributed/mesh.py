@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ..protocol import timeouts
-from ..protocol.devices import own_name
-from ..protocol.errors import ConfigError
+from ..protocol.devices import machine_of, own_name
+from ..protocol.errors import ConfigError, WorkerStartError
+from .shared_memory.process_group import BACKEND
+from .shared_memory.segments import is_supported
 
 AXES = ("data", "cfg", "pipefusion", "displaced", "ring", "ulysses", "tensor")
 MIN_GROUP_TIMEOUT_S = 60       # creating a group takes seconds, and is subject to its timeout too
@@ -76,14 +78,24 @@ def with_speeds(mesh, speeds):
 SINGLE = Mesh(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0))
 
 
-def backend_for(devices, has_nccl):
-    """Backend of torch.distributed for workers on these devices: NCCL if each has its own CUDA device, else gloo.
+def backend_for(devices, has_nccl, requested=""):
+    """Backend of torch.distributed for workers on these devices: NCCL if each has its own CUDA device, shared memory
+    for CPU workers of one machine, else gloo.
 
     NCCL does not support two ranks on one device, and a single rank needs no NCCL. gloo copies CUDA tensors through
-    system RAM.
+    system RAM. requested: value of XDIT_TRANSPORT; "": none. Raises WorkerStartError if that cannot be used.
     """
     apart = len(set(devices)) == len(devices) > 1 and all(own_name(device).startswith("cuda") for device in devices)
-    return "nccl" if apart and has_nccl else "gloo"
+    can_share = len(devices) > 1 and is_supported() and not any(map(machine_of, devices))
+    usable = {"gloo": True, BACKEND: can_share, "nccl": apart and has_nccl}
+    if requested:
+        if not usable.get(requested):
+            raise WorkerStartError(f"Remove the environment variable XDIT_TRANSPORT, or set it to one of "
+                                   f"{', '.join(name for name in usable if usable[name])}: it is \"{requested}\", which "
+                                   f"workers on {', '.join(devices)} cannot use.")
+        return requested
+    on_cpu = all(own_name(device) == "cpu" for device in devices)
+    return "nccl" if usable["nccl"] else BACKEND if on_cpu and can_share else "gloo"
 
 
 def wait_timeout_s():

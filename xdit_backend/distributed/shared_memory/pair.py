@@ -10,15 +10,13 @@ This file does no input or output: memory and link are objects of process_group.
 
 import collections
 
-from ...protocol.errors import XDiTError
-
-NUM_SLOTS = 2                              # double buffering
-CHUNK_BYTES = 2 ** 20
+NUM_SLOTS = 4
+CHUNK_BYTES = 2 ** 19
 HEADER_BYTES = 64                          # a cache line, so that two ranks never write to the same one
 FILLED, EMPTIED = b"\1", b"\2"             # bytes through the socket
 
 
-class ExchangeError(XDiTError):
+class ExchangeError(RuntimeError):
     """Ranks disagree on what they exchange, or one of them is gone."""
 
 
@@ -30,20 +28,20 @@ def segment_bytes(chunk_bytes=CHUNK_BYTES, num_slots=NUM_SLOTS):
 class Transfer:
     """Bytes of one tensor that are sent to, or received from, another rank.
 
-    buffer: what the pair's memory copies from or to. work: notified when all bytes are copied. is_ready: a transfer
+    buffer: what the pair's memory copies from or to. on_done: called when all bytes are copied. is_ready: a transfer
     that is not blocks those behind it.
     """
 
-    __slots__ = ("buffer", "num_bytes", "num_done", "num_started", "is_ready", "work")
+    __slots__ = ("buffer", "num_bytes", "num_done", "num_started", "is_ready", "_on_done")
 
-    def __init__(self, buffer, num_bytes, work, is_ready=True):
-        self.buffer, self.num_bytes, self.work, self.is_ready = buffer, num_bytes, work, is_ready
+    def __init__(self, buffer, num_bytes, on_done, is_ready=True):
+        self.buffer, self.num_bytes, self.is_ready, self._on_done = buffer, num_bytes, is_ready, on_done
         self.num_started = self.num_done = 0
 
     def done(self, num_bytes):
         self.num_done += num_bytes
         if self.num_done == self.num_bytes:
-            self.work.one_done()
+            self._on_done()
 
 
 class Pair:
@@ -74,21 +72,20 @@ class Pair:
     @property
     def copying(self):
         """Events of unfinished copies, the oldest of each direction."""
-        return [copies[0][0] for copies in (self._copying_in, self._copying_out) if copies]
+        return [copies[0][0] for copies in (self._copying_in, self._copying_out) if copies and copies[0][0] is not None]
 
     def advance(self):
         """Do all that can be done without waiting; returns whether anything was. Raises ExchangeError."""
-        moved = self._finish()
-        while True:
+        moved = bool(self._copying_in or self._copying_out) and self._finish()
+        while self.sends or self.receives:
             sent = self._send_chunk()
-            received = self._receive_chunk()
-            if sent or received:
+            if self._receive_chunk() or sent:
                 moved = True
             elif not self._take_notices():
                 break
         if self.is_closed and (self.sends or self.receives):
             raise ExchangeError(f"rank {self.other} closed its connection during an exchange")
-        return self._finish() or moved
+        return moved
 
     def _take_notices(self):
         notices = self._link.receive()

@@ -6,19 +6,19 @@ Tensors are contiguous. Sums and maxima have the bits of gloo's.
 """
 
 import functools
-import os
 import threading
 import time
 
 import torch
 import torch.distributed as dist
 
-from .memory import DeviceMemory, HostMemory
+from .memory import DeviceCopies, SegmentMemory
 from .pair import ExchangeError, Pair, Transfer, segment_bytes
 from .segments import Watcher, connect_pairs
 
 BACKEND = "shared_memory"
 SPIN_S = 5e-5                              # how long a waiting rank polls before it sleeps
+GRACE_S = 2e-4                             # after which the group's thread takes over an operation
 WAKE_S = 0.1                               # longest sleep before a waiting thread looks again
 SMALL_BYTES = 2 ** 15                      # tensors up to this size are reduced by every rank, in one exchange
 GLOO_SEGMENT_BYTES = 2 ** 20               # longest segment of gloo's ring, see `chunk_bounds`
@@ -64,38 +64,27 @@ class Link:
 
 
 class Operation(dist.Work):
-    """A running operation of a group: its transfers in stages. A stage begins when those of the one before are done.
+    """A running operation of a group. Its transfers are in two stages; `finish_first` runs when those of the first are
+    done, and readies what the second sends."""
 
-    stages: functions to run when the transfers so far are done, each of which readies the transfers of the next stage.
-    """
-
-    def __init__(self, group, kind):
+    def __init__(self, group, kind, tensors):
+        """tensors: referenced until the operation is done."""
         super().__init__()
-        self.kind, self.peers, self.event, self.tensors = kind, set(), None, ()
-        self._group, self._num_left, self._next = group, [0], []
+        self.kind, self.num_first, self.num_second, self.finish_first = kind, 0, 0, None
+        self._group, self._tensors = group, tensors
 
-    def expect(self, stage=0):
-        """Count a transfer of a stage."""
-        self._num_left += [0] * (stage + 1 - len(self._num_left))
-        self._num_left[stage] += 1
+    def first_done(self):
+        self.num_first -= 1
+        if not self.num_first and self.finish_first is not None:
+            finish, self.finish_first = self.finish_first, None
+            finish()
 
-    def then(self, function):
-        self._next.append(function)
-
-    def one_done(self):
-        self._num_left[0] -= 1
-        self.settle()
-
-    def settle(self):
-        """Begin the next stages whose transfers are all done."""
-        while self._num_left and not self._num_left[0]:
-            self._num_left.pop(0)
-            if self._next:
-                self._next.pop(0)()
+    def second_done(self):
+        self.num_second -= 1
 
     @property
     def is_done(self):
-        return not self._num_left
+        return not (self.num_first or self.num_second)
 
     def is_completed(self):
         return self._group.test(self)
@@ -103,31 +92,31 @@ class Operation(dist.Work):
     def wait(self, timeout=None):
         """Wait until the operation is done. timeout: timedelta; None: the group's. Raises ExchangeError."""
         self._group.wait(self, timeout.total_seconds() if timeout else 0.0)
+        self._tensors = None
         return True
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
     """torch.distributed's process group over shared memory. Methods have the names under which torch calls them.
 
-    The thread that waits for an operation carries out the copies. Where none waits, a thread of the group does, when
-    another rank has announced something. Both hold `_lock` while they copy, and not while they wait.
+    The thread that waits for an operation carries out the copies. Where none has waited for GRACE_S, a thread of the
+    group does. Both hold `_lock` while they copy, and not while they wait.
     """
 
     def __init__(self, rank, ranks, connected, timeout_s):
         """ranks: in the world, of each rank of the group. connected: of segments.connect_pairs."""
         super().__init__(rank, len(ranks))
         self._rank, self._size, self._ranks, self._timeout_s = rank, len(ranks), ranks, timeout_s
-        self._sockets, self._mapped = ({other: pair[index] for other, pair in connected.items()} for index in (0, 1))
-        self._host = {other: HostMemory(mapped) for other, mapped in self._mapped.items()}
-        self._device_memory, self._streams = {}, {}
         # nearest following rank first, so that not all ranks send to the same one
-        order = [(rank + step) % self._size for step in range(1, self._size)]
-        self._pairs = {other: Pair(ranks[other], self._host[other], Link(self._sockets[other]), rank < other)
-                       for other in order}
+        self._others = [(rank + step) % self._size for step in range(1, self._size)]
+        self._sockets, self._mapped = ({other: connected[other][index] for other in self._others} for index in (0, 1))
+        self._memories = {other: SegmentMemory(self._mapped[other]) for other in self._others}
+        self._pairs = {other: Pair(ranks[other], self._memories[other], Link(self._sockets[other]), rank < other)
+                       for other in self._others}
+        self._copies = {}                                      # device -> DeviceCopies
         self._watcher = Watcher(self._sockets.values())
         self._lock, self._num_waiting, self._error = threading.Lock(), 0, None
-        self._stop_reading, self._thread, self._armed = None, None, set()
-        self._pid = os.getpid()
+        self._thread, self._is_shut, self._armed = None, False, set()
 
     def getBackendName(self):
         return BACKEND
@@ -135,156 +124,175 @@ class SharedMemoryGroup(dist.ProcessGroup):
     # --- operations ---
 
     def send(self, tensors, other, tag=0):
-        return self._begin("send", sends={other: tensors[0]})
+        return self._begin("send", sends=[(other, tensors[0])])
 
     def recv(self, tensors, other, tag=0):
-        return self._begin("recv", receives={other: tensors[0]})
+        return self._begin("recv", receives=[(other, tensors[0])])
 
     def alltoall_base(self, output, tensor, output_sizes, sizes, opts=None):
-        sent = _split(tensor, sizes, self._size)
-        received = _split(output, output_sizes, self._size)
-        received[self._rank].copy_(sent[self._rank])
-        return self._begin("all_to_all", self._others(sent), self._others(received))
+        sent, received = _split(tensor, sizes, self._size), _split(output, output_sizes, self._size)
+        if sent[self._rank].numel():
+            received[self._rank].copy_(sent[self._rank])
+        return self._begin("all_to_all", self._each(sent), self._each(received))
 
     def _allgather_base(self, output, tensor, opts=None):
-        received = _split(output, None, self._size)
+        received = _split(output.view(-1), None, self._size)
         if received[self._rank].data_ptr() != tensor.data_ptr():
-            received[self._rank].copy_(tensor.reshape(received[self._rank].shape))
-        return self._begin("all_gather", dict.fromkeys(self._pairs, tensor), self._others(received))
+            received[self._rank].copy_(tensor.view(-1))
+        return self._begin("all_gather", self._all(tensor), self._each(received))
 
     def allgather(self, outputs, tensors, opts=None):
         outputs[0][self._rank].copy_(tensors[0])
-        return self._begin("all_gather", dict.fromkeys(self._pairs, tensors[0]), self._others(outputs[0]))
+        return self._begin("all_gather", self._all(tensors[0]), self._each(outputs[0]))
 
     def broadcast(self, tensors, opts):
         if opts.rootRank == self._rank:
-            return self._begin("broadcast", sends=dict.fromkeys(self._pairs, tensors[0]))
-        return self._begin("broadcast", receives={opts.rootRank: tensors[0]})
+            return self._begin("broadcast", self._all(tensors[0]))
+        return self._begin("broadcast", receives=[(opts.rootRank, tensors[0])])
 
     def barrier(self, opts=None):
         there = torch.zeros(self._size, dtype=torch.uint8)
-        return self._begin("barrier", dict.fromkeys(self._pairs, there[:1].clone()), self._others(there.split(1)))
+        return self._begin("barrier", self._all(there[self._rank:self._rank + 1]), self._each(there.split(1)))
 
     def allreduce(self, tensors, opts=None):
-        tensor, reduce = tensors[0], REDUCTIONS.get(_op_of(opts))
-        if reduce is None:
-            raise NotImplementedError(f"{BACKEND} reduces by {', '.join(map(str, REDUCTIONS))}")
+        tensor, reduce = tensors[0], _reduction(opts)
         flat = tensor.view(-1)
         bounds = chunk_bounds(flat.numel(), flat.element_size(), self._size)
-        chunks = [flat[start:end] for start, end in zip(bounds, bounds[1:])]
-        return (self._reduce_small if tensor.nbytes <= SMALL_BYTES else self._reduce_large)(flat, chunks, reduce)
+        return (self._reduce_small if tensor.nbytes <= SMALL_BYTES else self._reduce_large)(flat, bounds, reduce)
 
-    def _reduce_small(self, flat, chunks, reduce):
+    def _reduce_small(self, flat, bounds, reduce):
         """Exchange the tensors; every rank reduces all of them."""
         of_ranks = [flat if rank == self._rank else torch.empty_like(flat) for rank in range(self._size)]
-        bounds = [chunk.storage_offset() - flat.storage_offset() for chunk in chunks]
-        parts = [[each[start:start + chunk.numel()] for start, chunk in zip(bounds, chunks)] for each in of_ranks]
 
-        def finish(operation):
-            for index in range(self._size):
-                _reduce([part[index] for part in parts], index, self._rank, reduce)
-        return self._begin("all_reduce", dict.fromkeys(self._pairs, flat), self._others(of_ranks), finish)
+        def finish():
+            for chunk, (start, end) in enumerate(zip(bounds, bounds[1:])):
+                _reduce([tensor[start:end] for tensor in of_ranks], chunk, self._rank, reduce)
+        return self._begin("all_reduce", self._all(flat), self._each(of_ranks), finish)
 
-    def _reduce_large(self, flat, chunks, reduce):
+    def _reduce_large(self, flat, bounds, reduce):
         """Each rank reduces one chunk of all ranks' tensors, and sends it to the others."""
+        chunks = [flat[start:end] for start, end in zip(bounds, bounds[1:])]
         own = chunks[self._rank]
         parts = [own if rank == self._rank else torch.empty_like(own) for rank in range(self._size)]
-        return self._begin("all_reduce", self._others(chunks), self._others(parts),
-                           lambda operation: _reduce(parts, self._rank, self._rank, reduce),
-                           dict.fromkeys(self._pairs, own), self._others(chunks))
+        return self._begin("all_reduce", self._each(chunks), self._each(parts),
+                           lambda: _reduce(parts, self._rank, self._rank, reduce), self._all(own), self._each(chunks))
 
-    def _others(self, of_ranks):
-        return {other: of_ranks[other] for other in self._pairs}
+    def _each(self, of_ranks):
+        return [(other, of_ranks[other]) for other in self._others]
+
+    def _all(self, tensor):
+        return [(other, tensor) for other in self._others]
 
     def _begin(self, kind, sends=(), receives=(), finish=None, next_sends=(), next_receives=()):
         """Begin an operation; returns it.
 
-        sends, receives: {rank of the group: contiguous tensor}. finish: called when these are done, before next_sends;
-        it runs in any thread. next_receives may arrive before that, since their senders have what `sends` sent.
+        sends, receives: [(rank of the group, contiguous tensor)]. finish: called when these are done, before
+        next_sends, in any thread. next_receives may be done before that: who sends them has received `sends`.
         """
-        operation, gated = Operation(self, kind), []
-        first = ((sends, True, 0, True), (receives, False, 0, True))
-        second = ((next_sends, True, 1, False), (next_receives, False, 1, True))
-        tensors = [tensor for each in (sends, receives, next_sends) for tensor in dict(each).values()]
-        device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
+        operation, gated = Operation(self, kind, (sends, receives, next_sends, next_receives)), []
         with self._lock:
-            ready = self._event(device)
-            for (each, is_send, stage, is_ready) in first + second:
-                for other, tensor in dict(each).items():
+            device, buffer_of = self._place(sends or receives)
+            for stage, is_send, transfers in ((0, True, sends), (0, False, receives), (1, True, next_sends),
+                                              (1, False, next_receives)):
+                for other, tensor in transfers:
                     if not tensor.is_contiguous():
-                        raise ValueError(f"{kind} of {BACKEND} needs contiguous tensors, and one of shape "
-                                         f"{tuple(tensor.shape)} has strides {tensor.stride()}")
-                    if not tensor.numel():
+                        raise ValueError(f"Pass contiguous tensors to {kind}: one of shape {tuple(tensor.shape)} has "
+                                         f"strides {tensor.stride()}")
+                    num_bytes = tensor.nbytes
+                    if not num_bytes:
                         continue
-                    buffer = self._buffer(tensor, device, ready)
-                    transfer = Transfer(buffer, tensor.nbytes, operation, is_ready)
-                    operation.expect(stage)
-                    operation.peers.add(other)
-                    (self._pairs[other].sends if is_send else self._pairs[other].receives).append(transfer)
-                    if not is_ready:
+                    if stage:
+                        operation.num_second += 1
+                    else:
+                        operation.num_first += 1
+                    transfer = Transfer(buffer_of(tensor), num_bytes,
+                                        operation.second_done if stage else operation.first_done)
+                    pair = self._pairs[other]
+                    (pair.sends if is_send else pair.receives).append(transfer)
+                    if stage and is_send:
+                        transfer.is_ready = False
                         gated.append(transfer)
             if finish is not None:
-                operation.then(lambda: self._finish(operation, finish, gated, device))
-            # gloo requires tensors to live until the operation is done, and so do addresses here
-            operation.tensors = (sends, receives, next_sends, next_receives)
-            operation.settle()
+                operation.finish_first = lambda: self._finish(finish, gated, device)
+                if not operation.num_first:
+                    operation.num_first = 1
+                    operation.first_done()
             self._advance()
-            self._arm()
+            if not operation.is_done:
+                self._look_after()
         return operation
 
-    def _buffer(self, tensor, device, ready):
-        if device is None:
-            return tensor.data_ptr()
-        return tensor.detach().view(-1).view(torch.uint8), ready
-
-    def _event(self, device):
-        if device is None:
-            return None
-        return torch.get_device_module(device).current_stream(device).record_event()
-
-    def _finish(self, operation, finish, gated, device):
+    def _finish(self, finish, gated, device):
         with torch.inference_mode():
-            finish(operation)
+            if device is None:
+                finish()
+            else:
+                self._copies[device].run(finish)
         for transfer in gated:
             transfer.is_ready = True
+
+    def _place(self, transfers):
+        """(device of the tensors, function that returns a tensor's buffer); None for the CPU."""
+        device = transfers[0][1].device if transfers else None
+        if device is None or device.type == "cpu":
+            return None, torch.Tensor.data_ptr
+        if device not in self._copies:
+            self._copies[device] = DeviceCopies(device)
+        return device, self._copies[device].buffer
 
     # --- progress ---
 
     def _advance(self):
         """Carry out all that does not wait; returns whether anything was. The caller holds the lock."""
-        if self._error is not None:
-            return False
         moved = False
+        if self._error is not None:
+            return moved
         try:
-            for pair in self._pairs.values():
-                moved |= pair.advance()
+            for other, pair in self._pairs.items():
+                if pair.advance():
+                    moved = True
+                if pair.is_closed and other in self._sockets:
+                    self._watcher.remove(self._sockets.pop(other))
         except ExchangeError as error:
             self._error = error
-        for other, pair in self._pairs.items():
-            if pair.is_closed and other in self._sockets:
-                self._watcher.remove(self._sockets.pop(other))
         return moved
 
-    def _arm(self):
-        """Have the group's thread woken for what no thread waits for. The caller holds the lock."""
-        wanted = set() if self._num_waiting or self._error else {
-            other for other, pair in self._pairs.items() if not pair.is_idle and other in self._sockets}
-        if wanted and self._thread is None:
+    def _look_after(self):
+        """Have the group's thread carry out what no thread waits for. The caller holds the lock."""
+        if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="shared memory")
             self._thread.start()
+        if not self._num_waiting:
+            self._watcher.set_timer(GRACE_S)
+
+    def _run(self):
+        """The group's thread."""
+        while True:
+            self._watcher.wait_armed()
+            events = [None]
+            while events:
+                with self._lock:
+                    if self._is_shut:
+                        return
+                    self._watcher.set_timer(0)
+                    if self._num_waiting:
+                        break
+                    self._advance()
+                    self._arm({other for other, pair in self._pairs.items() if not pair.is_idle})
+                    events = self._copying()
+                for event in events[:1]:
+                    event.synchronize()
+
+    def _copying(self):
+        """Events of a device's unfinished copies."""
+        return [event for pair in self._pairs.values() for event in pair.copying] if self._copies else []
+
+    def _arm(self, wanted):
+        """Wake the group's thread when sockets to these ranks become readable. The caller holds the lock."""
+        wanted = wanted & self._sockets.keys()
         for other in wanted | (self._armed & self._sockets.keys()):
             self._watcher.arm(self._sockets[other], other in wanted)
         self._armed = wanted
-
-    def _run(self):
-        while True:
-            self._watcher.wait_armed()
-            with self._lock:
-                if self._stop_reading:
-                    return
-                if not self._num_waiting:
-                    self._advance()
-                    self._arm()
 
     def test(self, operation):
         """Whether an operation is done. Raises ExchangeError."""
@@ -295,43 +303,61 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def wait(self, operation, timeout_s=0.0):
         """Wait until an operation is done. timeout_s: 0: the group's. Raises ExchangeError."""
+        if operation.is_done:
+            return
         with self._lock:
             self._num_waiting += 1
-            self._arm()
-        now_s = time.perf_counter()
-        deadline_s, spin_until_s = now_s + (timeout_s or self._timeout_s), now_s + SPIN_S
+            self._watcher.set_timer(0)
+            if self._armed:
+                self._arm(set())
+        spin_until_s = deadline_s = 0.0
         try:
             while True:
                 with self._lock:
                     moved = self._advance()
-                    self._check(operation)
                     if operation.is_done:
                         return
+                    self._check(operation)
                 now_s = time.perf_counter()
-                if moved:
+                deadline_s = deadline_s or now_s + (timeout_s or self._timeout_s)
+                if moved or not spin_until_s:
                     spin_until_s = now_s + SPIN_S
                 elif now_s > deadline_s:
                     raise ExchangeError(f"{operation.kind} was not done after {timeout_s or self._timeout_s:g} s: "
-                                        f"waiting for rank {self._late(operation)}")
+                                        f"waiting for rank {self._late()}")
                 elif now_s > spin_until_s:
-                    self._watcher.wait(WAKE_S)
+                    self._sleep(min(WAKE_S, deadline_s - now_s + 1e-3))
         finally:
             with self._lock:
                 self._num_waiting -= 1
-                self._arm()
+                if not all(pair.is_idle for pair in self._pairs.values()):
+                    self._look_after()
+
+    def _sleep(self, timeout_s):
+        """Wait until there may be something to do."""
+        with self._lock:
+            events = self._copying()
+        if events:
+            events[0].synchronize()
+        else:
+            self._watcher.wait(timeout_s)
 
     def _check(self, operation):
-        if self._error is not None and not operation.is_done:
+        if self._error is not None:
             raise ExchangeError(f"{operation.kind} failed: {self._error}")
 
-    def _late(self, operation):
-        return ", ".join(str(self._ranks[other]) for other in sorted(operation.peers)
-                         if not self._pairs[other].is_idle)
+    def _late(self):
+        return ", ".join(str(pair.other) for pair in self._pairs.values() if pair.sends or pair.receives)
 
     def shutdown(self):
+        """Close the connections. Other ranks still receive what this one has sent."""
         with self._lock:
-            self._stop_reading = True
-        for each in self._sockets.values():
+            self._is_shut = True
+            self._watcher.set_timer(1e-6)
+            sockets, self._sockets = self._sockets, {}
+            for memory in self._memories.values():
+                memory.close()
+        for each in sockets.values():
             each.close()
 
 
@@ -344,8 +370,11 @@ def _split(tensor, sizes, num_ranks):
     return tensor.split(sizes)
 
 
-def _op_of(opts):
-    return dist.ReduceOp.SUM if opts is None else next((op for op in REDUCTIONS if opts.reduceOp == op), None)
+def _reduction(opts):
+    for op, reduce in REDUCTIONS.items():
+        if opts is None or opts.reduceOp == op:
+            return reduce
+    raise NotImplementedError(f"Use one of {', '.join(map(str, REDUCTIONS))}: {BACKEND} has no {opts.reduceOp}")
 
 
 def chunk_bounds(num_elements, element_bytes, num_ranks):

@@ -5,7 +5,7 @@ through their Unix socket. It has no path that another user could open or that a
 size is sealed, and a container's limit on /dev/shm does not apply to it.
 """
 
-import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -14,11 +14,13 @@ import select
 import socket
 import struct
 import sys
+import time
 from pathlib import Path
 
 SEALS = (getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SEAL", 0))
 PEER_CREDENTIALS = "3i"                    # pid, uid, gid
 RANK = struct.Struct("<I")
+ITIMERSPEC = struct.Struct("4l")            # interval and first expiry, each in seconds and nanoseconds
 
 
 def is_supported():
@@ -108,13 +110,16 @@ def _accept(listening, num_bytes, timeout_s):
 
 
 class Watcher:
-    """Waits for sockets to become readable, in two ways: `wait` for any of them, `wait_armed` for armed ones, once.
-
-    Both may be called from several threads. A socket is armed and disarmed while another thread is in `wait_armed`.
-    """
+    """Waits for sockets to become readable: `wait` for any of them, and `wait_armed`, in another thread, for armed ones
+    or the timer, once each."""
 
     def __init__(self, sockets):
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._timer = self._libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC | os.O_NONBLOCK)
+        if self._timer < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create failed")
         self._readable, self._armed = select.epoll(), select.epoll()
+        self._armed.register(self._timer, select.EPOLLIN)
         for each in sockets:
             self._readable.register(each.fileno(), select.EPOLLIN)
             self._armed.register(each.fileno(), select.EPOLLONESHOT)
@@ -128,14 +133,16 @@ class Watcher:
     def arm(self, watched, is_armed):
         self._armed.modify(watched.fileno(), select.EPOLLONESHOT | (select.EPOLLIN if is_armed else 0))
 
-    def add_armed(self, watched):
-        self._armed.register(watched.fileno(), select.EPOLLIN)
+    def set_timer(self, seconds):
+        """Have `wait_armed` return after so many seconds, below one; 0: not at all."""
+        setting = ITIMERSPEC.pack(0, 0, 0, int(seconds * 1e9))
+        self._libc.timerfd_settime(self._timer, 0, setting, None)
 
     def remove(self, watched):
         for each in (self._readable, self._armed):
-            with contextlib.suppress(OSError, ValueError):
-                each.unregister(watched.fileno())
+            each.unregister(watched.fileno())
 
     def close(self):
         self._readable.close()
         self._armed.close()
+        os.close(self._timer)
