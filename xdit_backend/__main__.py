@@ -10,6 +10,7 @@ from .tools.bench import (
     cost_model_accuracy,
     displaced,
     estimate_accuracy,
+    exchange,
     gpu,
     loading,
     methods,
@@ -21,7 +22,7 @@ from .tools.bench import (
 )
 
 BENCHES = {"methods": methods, "displaced": displaced, "vae": vae, "quality": quality, "planner": cost_model_accuracy,
-           "reach": estimate_accuracy, "loading": loading, "start": startup, "size": size, "card": gpu}
+           "reach": estimate_accuracy, "loading": loading, "start": startup, "size": size, "card": gpu, "exchange": exchange}
 
 
 def main():

@@ -129,26 +129,28 @@ def can_split():
     return dist.get_backend() == "nccl" and torch.torch_version.TorchVersion(torch.__version__) >= SPLIT_GROUP_SINCE
 
 
-def make_group(groups, max_ctas=None):
+def make_group(groups, max_ctas=None, backend=None):
     """Create process groups of disjoint lists of ranks; returns this rank's group, or None if it is in none.
 
     All groups are created here. A collective: every rank of the world calls it with the same groups, in the same order
     of calls. NCCL splits the world's communicator, which must have no operation in flight (ncclCommSplit). Therefore
     each rank first synchronises with its device; no receive may be posted whose sender sends after this call.
-    max_ctas: see group_options.
+    max_ctas: see group_options. backend: of the groups; None: the world's.
     """
-    backend, rank = dist.get_backend(), dist.get_rank()
+    world_backend, rank = dist.get_backend(), dist.get_rank()
+    is_other, backend = backend not in (None, world_backend), backend or world_backend
     is_member, groups_made = any(rank in ranks for ranks in groups), {}
-    if backend == "nccl":
+    if world_backend == "nccl":
         torch.cuda.synchronize()
-    if can_split():
+    if can_split() and not is_other:
         # torch names a group by its rank's number of groups: a group of all other ranks keeps the names equal
         others = [other for other in range(dist.get_world_size()) if not any(other in ranks for ranks in groups)]
         own = dist.split_group(split_ranks=[list(ranks) for ranks in (*groups, others) if ranks],
                                timeout=group_timeout(), pg_options=group_options(backend, max_ctas))
         return own if is_member else None
+    more = {"backend": backend} if is_other else {}
     for ranks in groups:
-        groups_made[rank in ranks] = dist.new_group(list(ranks), timeout=group_timeout(),
+        groups_made[rank in ranks] = dist.new_group(list(ranks), timeout=group_timeout(), **more,
                                              pg_options=group_options(backend, max_ctas))
     return groups_made.get(True)
 
