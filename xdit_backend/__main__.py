@@ -22,7 +22,8 @@ from .tools.bench import (
 )
 
 BENCHES = {"methods": methods, "displaced": displaced, "vae": vae, "quality": quality, "planner": cost_model_accuracy,
-           "reach": estimate_accuracy, "loading": loading, "start": startup, "size": size, "card": gpu, "exchange": exchange}
+           "reach": estimate_accuracy, "loading": loading, "start": startup, "size": size, "card": gpu,
+           "exchange": exchange}
 
 
 def main():

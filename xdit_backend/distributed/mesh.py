@@ -90,9 +90,9 @@ def backend_for(devices, has_nccl, requested=""):
     usable = {"gloo": True, BACKEND: can_share, "nccl": apart and has_nccl}
     if requested:
         if not usable.get(requested):
-            raise WorkerStartError(f"Remove the environment variable XDIT_TRANSPORT, or set it to one of "
-                                   f"{', '.join(name for name in usable if usable[name])}: it is \"{requested}\", which "
-                                   f"workers on {', '.join(devices)} cannot use.")
+            names = ", ".join(name for name in usable if usable[name])
+            raise WorkerStartError("Remove the environment variable XDIT_TRANSPORT, or set it to one of "
+                                   f"{names}: it is \"{requested}\", which workers on {', '.join(devices)} cannot use.")
         return requested
     on_cpu = all(own_name(device) == "cpu" for device in devices)
     return "nccl" if usable["nccl"] else BACKEND if on_cpu and can_share else "gloo"

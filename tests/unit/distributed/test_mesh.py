@@ -210,7 +210,8 @@ def test_nccl_joins_cuda_devices_apart_where_torch_has_it(devices, has_nccl, bac
 
 @pytest.mark.parametrize("devices, requested, usable", [
     (("cpu", "cpu"), "gloo", True), (("cuda:0", "cuda:1"), "shared_memory", True), (("cpu", "cpu"), "nccl", False),
-    (("cpu", "other-pc/cpu"), "shared_memory", False), (("cpu",), "shared_memory", False), (("cpu", "cpu"), "mpi", False)])
+    (("cpu", "other-pc/cpu"), "shared_memory", False), (("cpu",), "shared_memory", False),
+    (("cpu", "cpu"), "mpi", False)])
 def test_a_transport_that_is_requested_is_used_or_rejected(devices, requested, usable):
     if usable:
         assert backend_for(devices, True, requested) == requested

@@ -144,11 +144,11 @@ def test_sums_are_in_the_order_of_gloos_ring(tmp_path, world_size):
 def sums_in_the_order_of_ranks(rank, world_size, folder):
     from xdit_backend.distributed.shared_memory import process_group
 
-    def in_order(parts, chunk, own_rank, reduce):
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total = reduce(total, part)
-        parts[own_rank].copy_(total)
+    def in_order(of_ranks, chunk, own_rank, reduce):
+        total = of_ranks[0].clone()
+        for each in of_ranks[1:]:
+            total = reduce(total, each)
+        of_ranks[own_rank].copy_(total)
     process_group._reduce = in_order
     return reductions(rank, world_size, folder)
 
@@ -284,7 +284,8 @@ def test_a_process_of_another_user_is_rejected(monkeypatch, tmp_path):
         listening.bind(str(tmp_path / "exchange"))
         listening.listen()
         joining.connect(str(tmp_path / "exchange"))
-        monkeypatch.setattr(segments.os, "getuid", lambda own=os.getuid(): own + 1)
+        other = os.getuid() + 1
+        monkeypatch.setattr(segments.os, "getuid", lambda: other)
 
         with pytest.raises(OSError, match="connected to the exchange of user"):
             segments._accept(listening, 4096, 5.0)

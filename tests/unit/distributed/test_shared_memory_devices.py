@@ -101,7 +101,7 @@ class OnLateDevice(SharedMemoryGroup):
         super().__init__(*arguments)
         self._copies["late"] = copies
 
-    def _place(self, transfers):
+    def _buffers(self, transfers):
         return "late", self._copies["late"].buffer
 
 

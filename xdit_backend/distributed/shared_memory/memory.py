@@ -1,4 +1,4 @@
-"""Copies between tensors and a pair's segment: by this process for CPU tensors, by a device's copy engines for others."""
+"""Copies between tensors and a pair's segment: by this process for CPU tensors, by the device for others."""
 
 import ctypes
 import struct

@@ -1,4 +1,4 @@
-"""Exchange between this rank and one other through the segment of the pair. docs/design/shared-memory.md.
+"""Exchange between this rank and one other through the segment of the pair. docs/design/transports.md.
 
 The segment has a lane for each direction, which is a ring of NUM_SLOTS chunks: while one is copied in by the sender,
 the receiver copies out another. Nothing in the segment is a flag. A chunk is announced, and its slot given back, by one

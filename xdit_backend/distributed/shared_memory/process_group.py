@@ -1,4 +1,4 @@
-"""The process group: torch.distributed's collectives over the pairs of ranks. docs/design/shared-memory.md.
+"""The process group: torch.distributed's collectives over the pairs of ranks. docs/design/transports.md.
 
 It is registered with torch as the backend `shared_memory`, so that callers use torch.distributed's functions. As with
 NCCL, all ranks begin the operations of a group in the same order; operations of different groups are independent.
@@ -173,9 +173,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Each rank reduces one chunk of all ranks' tensors, and sends it to the others."""
         chunks = [flat[start:end] for start, end in zip(bounds, bounds[1:])]
         own = chunks[self._rank]
-        parts = [own if rank == self._rank else torch.empty_like(own) for rank in range(self._size)]
-        return self._begin("all_reduce", self._each(chunks), self._each(parts),
-                           lambda: _reduce(parts, self._rank, self._rank, reduce), self._all(own), self._each(chunks))
+        of_ranks = [own if rank == self._rank else torch.empty_like(own) for rank in range(self._size)]
+        return self._begin("all_reduce", self._each(chunks), self._each(of_ranks),
+                           lambda: _reduce(of_ranks, self._rank, self._rank, reduce), self._all(own),
+                           self._each(chunks))
 
     def _each(self, of_ranks):
         return [(other, of_ranks[other]) for other in self._others]
@@ -191,7 +192,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """
         operation, gated = Operation(self, kind, (sends, receives, next_sends, next_receives)), []
         with self._lock:
-            device, buffer_of = self._place(sends or receives)
+            device, buffer_of = self._buffers(sends or receives)
             for stage, is_send, transfers in ((0, True, sends), (0, False, receives), (1, True, next_sends),
                                               (1, False, next_receives)):
                 for other, tensor in transfers:
@@ -231,7 +232,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for transfer in gated:
             transfer.is_ready = True
 
-    def _place(self, transfers):
+    def _buffers(self, transfers):
         """(device of the tensors, function that returns a tensor's buffer); None for the CPU."""
         device = transfers[0][1].device if transfers else None
         if device is None or device.type == "cpu":
@@ -362,7 +363,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
 
 def _split(tensor, sizes, num_ranks):
-    """Pieces of a tensor along its first dim, by rank. sizes: None or []: equal ones."""
+    """Split a tensor along its first dim, by rank. sizes: None or []: equal ones."""
     if not sizes:
         if len(tensor) % num_ranks:
             raise ValueError(f"{len(tensor)} rows cannot be divided among {num_ranks} ranks")
@@ -387,18 +388,18 @@ def chunk_bounds(num_elements, element_bytes, num_ranks):
     largest = element_bytes * max(1, GLOO_SEGMENT_BYTES // element_bytes)
     num_segments = max(-(-num_bytes // largest), 2 * num_ranks)
     num_segments += -num_segments % num_ranks
-    segment = -(--(-num_bytes // num_segments) // element_bytes)
+    segment = -((-num_bytes // num_segments) // element_bytes)
     return [min(num_elements, rank * (num_segments // num_ranks) * segment) for rank in range(num_ranks + 1)]
 
 
-def _reduce(parts, chunk, own_rank, reduce):
-    """Reduce all ranks' parts of a chunk into this rank's, in the order of gloo's ring: the chunk starts at the rank
+def _reduce(of_ranks, chunk, own_rank, reduce):
+    """Reduce a chunk of all ranks into this rank's, in the order of gloo's ring: the chunk starts at the rank
     before the one of its number, goes down the ranks, and ends at that of its number."""
-    order = [(chunk - 1 - step) % len(parts) for step in range(len(parts))]
-    own = parts[own_rank]
+    order = [(chunk - 1 - step) % len(of_ranks) for step in range(len(of_ranks))]
+    own = of_ranks[own_rank]
     if not own.numel():
         return
-    total = parts[order[0]]
+    total = of_ranks[order[0]]
     for rank in order[1:-1]:
-        total = reduce(parts[rank], total)
-    reduce(parts[order[-1]], total, out=own)
+        total = reduce(of_ranks[rank], total)
+    reduce(of_ranks[order[-1]], total, out=own)
