@@ -611,6 +611,8 @@ export const ZH = {
     "它们之间的传输在 {0} 秒后仍未完成：{1}。",
   "they had not joined after {} s on {}.":
     "它们在 {0} 秒后仍未加入：{1}。",
+  "Remove the environment variable XDIT_TRANSPORT, or set it to one of {}: it is \"{}\", which workers on {} cannot use.":
+    "请移除环境变量 XDIT_TRANSPORT，或将其设为以下之一：{0}。其当前值为“{1}”，{2} 上的工作进程无法使用。",
   "rank {} ({}) could not join the others: {}: {}":
     "rank {0}（{1}）无法加入其他进程：{2}：{3}",
   "For a model that ComfyUI itself knows use its own loader and KSampler, on one GPU.":

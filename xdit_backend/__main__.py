@@ -11,6 +11,7 @@ from .tools.bench import (
     cost_model_accuracy,
     displaced,
     estimate_accuracy,
+    exchange,
     gpu,
     loading,
     methods,
@@ -23,7 +24,8 @@ from .tools.bench import (
 from .tools.report import report
 
 BENCHES = {"methods": methods, "displaced": displaced, "vae": vae, "quality": quality, "planner": cost_model_accuracy,
-           "reach": estimate_accuracy, "loading": loading, "start": startup, "size": size, "card": gpu}
+           "reach": estimate_accuracy, "loading": loading, "start": startup, "size": size, "card": gpu,
+           "exchange": exchange}
 
 
 def main():

@@ -154,6 +154,11 @@ class Run:
         self.commands.append(messages.DropConditioning(next(requests), names))
 
     @property
+    def made(self):
+        """Predictions, as segments hold them."""
+        return [map_segment(made) for made, _ in self._compared]
+
+    @property
     def error(self):
         return max((map_segment(made) - wanted).abs().max().item() for made, wanted in self._compared)
 

@@ -69,14 +69,14 @@ class Link:
         self._after = dist.get_process_group_ranks(self._after_group)[1] if self._after_group else None
         self._sent = []
         self._timeout_s = wait_timeout_s()
-        self._on_nccl = dist.get_backend(self._before_group or self._after_group) == "nccl"
+        backend = dist.get_backend(self._before_group or self._after_group)
+        self._on_nccl, self._wire_device = backend == "nccl", "cpu" if backend == "gloo" else device
         self.num_posted = self.num_received = self.num_sent = 0
 
     def post_receive(self, num_elements, dtype):
         """Post a receive of the previous stage's next message. Returns a handle for `receive`."""
         sizes = shard_sizes(num_elements, self._mesh.degrees["tensor"])
-        buffer = torch.empty(sizes[self._mesh.ranks["tensor"]], dtype=dtype,
-                             device=self._device if self._on_nccl else "cpu")
+        buffer = torch.empty(sizes[self._mesh.ranks["tensor"]], dtype=dtype, device=self._wire_device)
         self.num_posted += 1
         return buffer, dist.irecv(buffer, self._before, group=self._before_group), sizes
 
