@@ -10,7 +10,7 @@ from greenlet import getcurrent, greenlet
 def interleave(forwards, contexts, serving, by_block):
     """Run forwards interleaved and return their outputs; each runs until it calls its context's yield_turn.
 
-    serving(context): Hooks.serving. by_block: all run a block before any runs the next.
+    serving(context): ModelHooks.serving. by_block: all run a block before any runs the next.
     """
     outputs, host = {}, getcurrent()
     tasks = [greenlet(forward) for forward in forwards]

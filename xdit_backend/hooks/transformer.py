@@ -28,22 +28,18 @@ from .block_hooks import (
     token_indices_of,
     with_halos,
 )
-from .compiled_blocks import CompiledBlocks, outside_graphs
-from .interleave import interleave
+from .compiled_blocks import outside_graphs
+from .model_hooks import ModelHooks
 
 
-class Hooks:
-    """The hooks of one model on this rank, and the context of the running forward."""
+class Hooks(ModelHooks):
+    """The hooks of one transformer on this rank."""
 
     def __init__(self, model, plan, splits=(), offloaded=None, on_compile=lambda done, total: None):
-        """splits: of the weights, if they are sharded (checkpoints/tensor_sharding.py). offloaded: the blocks with
-        streamed weights (offload/block_offload.py), or None. on_compile: see CompiledBlocks."""
-        self.plan, self._offloaded = plan, offloaded
-        self._model, self._context = model, None
-        self._attention = AttentionFunctions(lambda: self._context, plan.needs_text)
+        """splits: of the weights, if they are sharded (checkpoints/tensor_sharding.py). Others as of ModelHooks."""
         blocks = [(block, list_) for list_ in plan.lists for block in model.get_submodule(list_.name)]
-        assert not hasattr(model, "_has_hooks"), "the model has hooks already; a second set would cut streams twice"
-        model._has_hooks = True
+        super().__init__(model, plan, [block for block, _ in blocks], offloaded, on_compile)
+        self._attention = AttentionFunctions(lambda: self._context, plan.needs_text)
         for block, list_ in blocks:
             # some attentions are not modules of the block that runs them
             listed = {find_submodule(block, name) for name in list_.attention | plan.cross_attention} - {None}
@@ -55,7 +51,6 @@ class Hooks:
             install_tensor_hooks(model, plan, splits, self._running)
         self._amax_sync = AmaxSync(model, splits, lambda: self._context)
         self.num_blocks = len(blocks)
-        self._compiled = CompiledBlocks(model, self.num_blocks, on_compile)
         self._skips = plan.skips(self.num_blocks)
         starts = [index == 0 or list_.streams != blocks[index - 1][1].streams
                   for index, (_, list_) in enumerate(blocks)] + [True]
@@ -117,25 +112,8 @@ class Hooks:
 
     def _running(self):
         """The context of the running forward, for layers that communicate with other ranks."""
-        assert self._context is not None, "the model's weights are sharded: run its forward through Hooks.run"
+        assert self._context is not None, "the model's weights are sharded: run its forward through ModelHooks.run"
         return self._context
-
-    def run(self, context):
-        """Run the model's forward for a context. Every rank of the sequence axes calls it.
-
-        Returns (output of the forward, None) on the last stage, else (None, message for the next stage, one flat
-        tensor).
-        """
-        self._begin_blocks([context])
-        with self.serving(context):
-            return self._forward(context)
-
-    def run_in_turn(self, contexts):
-        """Run several forwards interleaved: during the all-reduces of one, the next computes; with streamed weights all
-        run a block before any runs the next. Returns a list of `run`'s results."""
-        self._begin_blocks(contexts)
-        forwards = [functools.partial(self._forward, context) for context in contexts]
-        return interleave(forwards, contexts, self.serving, self._offloaded is not None)
 
     def _forward(self, context):
         with running(self._attention):
@@ -144,11 +122,8 @@ class Hooks:
             except StageEnd as end:
                 return None, end.message
 
-    def _begin_blocks(self, contexts):
-        if self._offloaded is not None:
-            for context in contexts:
-                context.weights_streamed = True
-            self._offloaded.begin(contexts[0].blocks, len(contexts))
+    def _blocks_of(self, context):
+        return context.blocks
 
     def own_control(self, control, context):
         """This rank's tokens of the residuals and control images that its blocks use, in the order of their use.
@@ -163,16 +138,13 @@ class Hooks:
 
     @contextmanager
     def serving(self, context):
-        """Context in which the model's forward runs for this ForwardContext."""
+        """See ModelHooks.serving."""
         tokens = context.tokens
         check_shards(tokens.counts["image"] // tokens.row, context.mesh.sequence_degree,
                      "rows of tokens" if self.plan.row_count_argument else "tokens")
         self._amax_sync.meet(context)
-        self._context = context
-        try:
+        with super().serving(context):
             yield
-        finally:
-            self._context = None
 
     def _skips_over(self, block):
         """Earlier blocks whose outputs are skips of this block or later ones."""
@@ -194,7 +166,7 @@ class Hooks:
             if position.index < context.blocks.start:
                 return position.returned(self._pass_block(context, position, arguments))
             name = f"{position.index + 1} of {self.num_blocks}"
-            with context.traffic.at_block(name), self._weights_resident(context, position):
+            with context.traffic.at_block(name), self._weights_resident(context, position.index):
                 if context.is_plain:                           # attention without a mask is faster
                     return self._run_forward(forward, context, position, arguments | unmasked)
                 outputs = self._run_block(forward, context, position, arguments)
@@ -210,17 +182,6 @@ class Hooks:
                 and self._amax_sync.suits_graphs(context.tokens, position.list_.streams.values())):
             return self._compiled.run(position.index, forward, context, arguments)
         return forward(**arguments)
-
-    @contextmanager
-    def _weights_resident(self, context, position):
-        """Context in which a block runs and its streamed weights are on the device."""
-        if self._offloaded is None:
-            yield
-            return
-        self._offloaded.enter(position.index)
-        yield
-        self._offloaded.leave(position.index)
-        context.end_block(position.index)
 
     def _pass_block(self, context, position, arguments):
         """Output of an earlier stage's block that this rank skips: for the last one it comes from that stage's message,

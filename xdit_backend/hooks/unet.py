@@ -23,10 +23,9 @@ from ..parallel.displaced import StaleSplit, of_all_rows
 from ..partition import attended, halved, in_block, level_of, unet_blocks
 from ..protocol.errors import UnsupportedError
 from ..protocol.specs import Shrink
-from .compiled_blocks import CompiledBlocks
 from .function_overrides import FunctionOverrides, functional, torch_with
 from .injected_networks import text_attentions, with_images, with_networks
-from .interleave import interleave
+from .model_hooks import ModelHooks
 from .nag import apply_nag
 from .unet_compiled import GraphRows
 from .unet_patches import ControlBlocks, ShrinkBlocks, as_large, attend_in_tiles, free_u
@@ -40,22 +39,15 @@ class RunningSelfAttention:
     operation: str | None                  # what it does instead, see specs.Branch
 
 
-class UNetHooks:
-    """The hooks of one U-Net on this rank, and the context of the running forward."""
-
-    num_blocks = 0
+class UNetHooks(ModelHooks):
+    """The hooks of one U-Net on this rank."""
 
     def __init__(self, model, plan, offloaded=None, on_compile=lambda done, total: None):
-        """offloaded: the blocks with streamed weights (offload/block_offload.py), or None. on_compile: see
-        CompiledBlocks."""
-        self.plan, self._model, self._context, self._offloaded = plan, model, None, offloaded
-        assert not hasattr(model, "_has_hooks"), "the model has hooks already; a second set would call the first"
-        model._has_hooks = True
+        """Arguments as of ModelHooks."""
+        paths, attentions = unet_blocks(model), attended(model)
+        super().__init__(model, plan, list(map(model.get_submodule, paths)), offloaded, on_compile)
         self.num_levels = plan.num_levels(model.config)
         self.counts = {"convolution": 0, "group norm": 0, "self-attention": 0, "of text": 0}
-        paths, attentions = unet_blocks(model), attended(model)
-        self._blocks = list(map(model.get_submodule, paths))
-        self._compiled = CompiledBlocks(model, len(self._blocks), on_compile)
         # of the running forward, if blocks are compiled; name of the attention being traced into a graph
         self._graph_rows, self._graph_attention = None, ""
         self._text_attentions = text_attentions(model, self.num_levels)
@@ -84,50 +76,23 @@ class UNetHooks:
             for number, block in enumerate(self._blocks):
                 block.forward = self._hook_block(block.forward, number)
 
-    def run(self, context):
-        """Run the model's forward for a context. Every rank of the displaced axis calls it.
-
-        Returns (output of the forward, None), like Hooks.run; if the context has bands, this rank's rows of it.
-        """
-        self._begin_blocks(1)
-        with self._serving(context):
-            return self._forward(context), None
-
     def _forward(self, context):
         with running(self):
-            return self._model(**context.inputs, return_dict=False)[0]
-
-    def run_in_turn(self, contexts):
-        """Run several forwards interleaved: all run a block, whose weights are streamed, before any runs the next.
-        Returns a list of `run`'s results."""
-        self._begin_blocks(len(contexts))
-        forwards = [functools.partial(self._forward, context) for context in contexts]
-        return [(output, None) for output in interleave(forwards, contexts, self._serving, True)]
+            return self._model(**context.inputs, return_dict=False)[0], None
 
     @contextmanager
-    def _serving(self, context):
-        """Context in which the model's forward runs for this ForwardContext."""
-        self._context = context
+    def serving(self, context):
+        """See ModelHooks.serving."""
         self._graph_rows = GraphRows.of(context, self.num_levels) if context.compile_backend else None
-        try:
+        with super().serving(context):
             yield
-        finally:
-            self._context = None
-
-    def _begin_blocks(self, num_forwards):
-        if self._offloaded is not None:
-            self._offloaded.begin(range(len(self._blocks)), num_forwards)
 
     def _hook_block(self, forward, number):
         """Run a block while its streamed weights are on the device."""
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
-            self._offloaded.enter(number)
-            output = forward(*args, **kwargs)
-            self._offloaded.leave(number)
-            if self._context is not None:
-                self._context.end_block(number)
-            return output
+            with self._weights_resident(self._context, number):
+                return forward(*args, **kwargs)
         return hooked
 
     def _hook_convolution(self, name, module, level, inner):

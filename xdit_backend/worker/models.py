@@ -16,6 +16,7 @@ from ..checkpoints.weight_deltas import change_weights
 from ..checkpoints.weight_versions import Versions
 from ..distributed.collectives import Traffic, all_gather
 from ..hooks.forward_context import ForwardContext, rows_of, tokens_of
+from ..hooks.model_hooks import ModelHooks
 from ..hooks.replicated_unet import ReplicatedHooks
 from ..hooks.token_shards_io import message_size
 from ..hooks.transformer import Hooks
@@ -225,7 +226,7 @@ class Loaded:
     """A model on this rank."""
 
     transformer: Transformer
-    hooks: Hooks | UNetHooks | ReplicatedHooks
+    hooks: ModelHooks
     dtype: torch.dtype             # compute dtype
     blocks: range                  # the blocks of this rank's stage; all without stages
     residency: Residency | None = None

@@ -435,7 +435,7 @@ def test_a_share_of_a_model_is_not_run_outside_of_a_run():
     one = example("SD3")
     Hooks(one.model, one.family.plan, hold_share(one.model, one.family.plan, 2, 0))
 
-    with pytest.raises(AssertionError, match="weights are sharded: run its forward through Hooks.run"):
+    with pytest.raises(AssertionError, match="weights are sharded: run its forward through ModelHooks.run"):
         one.run()
 
 
