@@ -10,7 +10,7 @@ from .interleave import interleave
 class ModelHooks:
     """The hooks of one model on this rank, and the context of the running forward.
 
-    Subclasses install hooks in their constructor and define `_forward(context)`, which returns what `run` returns.
+    Subclasses install hooks in their constructor and define `_forward`.
     """
 
     num_blocks = 0                         # blocks that pipeline stages divide
@@ -49,6 +49,22 @@ class ModelHooks:
             yield
         finally:
             self._context = None
+
+    def _forward(self, context):
+        """Run the model's forward within `serving`; returns what `run` returns."""
+        raise NotImplementedError
+
+    def own_control(self, control, context):
+        """This rank's part of ControlNet residuals: all of them, if tokens and rows are not split."""
+        return control
+
+    def bands_of(self, exchange, num_rows, mesh):
+        """ForwardContext.bands of a latent with so many rows; None if rows are not split."""
+        return None
+
+    def message_units(self, block):
+        """Streams of each tensor in the message that one stage sends to the next before `block`."""
+        return []
 
     def _blocks_of(self, context):
         """Numbers of the blocks that a forward runs."""

@@ -17,17 +17,12 @@ class ReplicatedHooks(ModelHooks):
     def __init__(self, model, plan, offloaded=None, on_compile=lambda done, total: None):
         """Arguments as of ModelHooks."""
         super().__init__(model, plan, list(map(model.get_submodule, unet_blocks(model))), offloaded, on_compile)
-        self.num_levels = plan.num_levels(model.config)
         self._num_points = len(plan.control(model.config))
         self._attention = AttentionFunctions(lambda: self._context, False)
         for module in model.modules():
             self._attention.function_overrides.install_if_used(module, COMFYUIS)
         for number, block in enumerate(self._blocks):
             block.forward = self._hook_block(block.forward, number)
-
-    def own_control(self, control, context):
-        """This rank's part of ControlNet residuals: all."""
-        return control
 
     def _forward(self, context):
         inputs, control = context.inputs, context.control

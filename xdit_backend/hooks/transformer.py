@@ -132,7 +132,7 @@ class Hooks(ModelHooks):
                 for name in injected_networks.control_names(context, self._positions) if name in control}
 
     def message_units(self, block):
-        """Streams of each tensor in the message that one stage sends to the next before `block`."""
+        """See ModelHooks.message_units."""
         positions, skips = self._positions, self._skips_over(block)
         return [*positions[block - 1].list_.returns, *(positions[source].with_image for source in skips)]
 

@@ -20,7 +20,7 @@ from ..distributed.custom_ops import attention, running
 from ..distributed.group_norm import group_norm_rows
 from ..distributed.spatial_ops import Convolution, input_rows
 from ..parallel.displaced import StaleSplit, of_all_rows
-from ..partition import attended, halved, in_block, level_of, unet_blocks
+from ..partition import attended, cut_bands, halved, in_block, level_of, unet_blocks
 from ..protocol.errors import UnsupportedError
 from ..protocol.specs import Shrink
 from .function_overrides import FunctionOverrides, functional, torch_with
@@ -155,6 +155,10 @@ class UNetHooks(ModelHooks):
             layers[name] = StaleSplit(halved(context.bands, level), context.exchange.group, context.traffic,
                                       exchange=context.exchange, key=name)
         return layers[name]
+
+    def bands_of(self, exchange, num_rows, mesh):
+        """See ModelHooks.bands_of."""
+        return cut_bands(num_rows, exchange.num_ranks, 2 ** (self.num_levels - 1), mesh.sequence_speeds)
 
     def own_control(self, control, context):
         """See ControlBlocks.own."""

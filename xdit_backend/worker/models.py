@@ -23,7 +23,7 @@ from ..hooks.transformer import Hooks
 from ..hooks.unet import UNetHooks
 from ..memory.staging import PinnedAhead, on_device
 from ..models import FAMILIES
-from ..partition import FULL, cut_bands, ranks_by_part, split_stages, stage_blocks, stage_of
+from ..partition import FULL, ranks_by_part, split_stages, stage_blocks, stage_of
 from ..protocol.errors import XDiTError
 from ..protocol.shared_memory import map_segment
 from .device_probe import matrix_flops_s
@@ -245,9 +245,8 @@ class Loaded:
             fields[name] *= family.latent.sequences(latent.shape)
         if "key_values" in fields:
             fields |= {"cached_blocks": self.blocks, "step": tuple(timestep.flatten().tolist())}
-        if exchange is not None and family.is_unet:
-            fields["bands"] = cut_bands(latent.shape[2], exchange.num_ranks, 2 ** (self.hooks.num_levels - 1),
-                                        mesh.sequence_speeds)
+        if exchange is not None:
+            fields["bands"] = self.hooks.bands_of(exchange, latent.shape[2], mesh)
         call = latent, on_device(timestep, latent.device), conditioning, self.transformer.config, patch
         context = ForwardContext(
             family.inputs(*call),
