@@ -26,7 +26,7 @@ from xdit_backend.protocol.errors import UnsupportedError
 from xdit_backend.protocol.specs import BackendChoice, Layout
 
 FP64, BF16 = torch.float64, torch.bfloat16
-NAMES = sorted(BACKENDS)
+NAMES = sorted(name for name, backend in BACKENDS.items() if backend.module)
 
 
 @contextmanager
