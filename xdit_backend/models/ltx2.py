@@ -12,6 +12,7 @@ from .common.inputs import because, config_of, from_conditioning, has
 from .common.key_mapping import table
 from .common.ltx_tokens import IS_LTX, bounds
 from .common.plan import BlockList, ModelPlan
+from .common.tp_plan import COLWISE
 from .ltx import LTX
 from .ltx2_audio import (
     ARGUMENTS,
@@ -146,7 +147,7 @@ LTX2 = dataclasses.replace(
         streams={"hidden_states": "image", "audio_hidden_states": "audio"}, outputs=("image", "audio"), needs_text=True,
         attention={"attn1": VIDEO, "audio_attn1": AUDIO},
         cross_attention={"audio_to_video_attn": (VIDEO, AUDIO), "video_to_audio_attn": (AUDIO, VIDEO)}, tokens=TOKENS,
-        of_heads=("query_rotary_emb", "key_rotary_emb"),
+        tp_plan={"*attn*.to_gate_logits": COLWISE}, of_heads=("query_rotary_emb", "key_rotary_emb"),
         cacheable={f"{name}.to_{kind}": "step" for name in ("attn2", "audio_attn2") for kind in "kv"},
         cacheable_outside={"caption_projection": "run", "audio_caption_projection": "run"}),
     test_config=SmallConfig(

@@ -20,6 +20,7 @@ from .common.inputs import (
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.split_linear import split_linears
+from .common.tp_plan import COLWISE, GATHERED
 from .minimax_h3_sequence import (
     LATENT,
     SHIFTS,
@@ -146,6 +147,7 @@ MINIMAX_H3 = Family(
         blocks=(BlockList("transformer_blocks", "blocks.", returns=(ALL,), patched="double"),),
         streams={"hidden_states": ALL}, attention={"attn": ALL}, outputs=("image", "audio"), needs_text=True,
         tokens={"adaln_indices": TokenArgument(0, ALL), "rotary_emb": TokenArgument(0, ALL)},
+        tp_plan={"ff.net.0.proj.*": COLWISE, "adaln_proj.linear": GATHERED},
         cacheable={"adaln_proj": "step"}, cacheable_outside={"context_embedder": "run", "token_refiner": "run"}),
     test_config=SmallConfig(SMALL, "comfy.ldm.minimax.model:MiniMaxH3Model",
                             {"hidden_size": 64, "num_layers": 4, "token_refiner_num_layers": 1,

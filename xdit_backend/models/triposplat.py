@@ -9,6 +9,7 @@ from .common.family import Family, SmallConfig
 from .common.inputs import blocks, compute_dtype_of, config_of, has, optional_size, size, stored_dtype
 from .common.native_module import native_arguments, same_names
 from .common.plan import BlockList, ModelPlan
+from .common.tp_plan import COLWISE, REPLICATED, ROWWISE, styled
 from .triposplat_latents import Row, call_shapes, first_component, reference_images, split_components, unfold
 
 LATENT, SHAPE, ALL = Row((1, 1)), ("image",), ("image", "text", "camera")
@@ -96,7 +97,8 @@ TRIPOSPLAT = Family(
                 BlockList("blocks", "blocks.", "num_blocks", returns=(ALL,), paired="repo_layers")),
         streams={"x": ALL}, attention={"attn": ALL}, outputs=("image", "camera"), positions={"anchors": _of_patch},
         # not split: each head has its own positions
-        unsplit=UNSPLIT, unstaged_blocks=("context_refiner",),
+        tp_plan={"mlp.mlp.0": COLWISE, "mlp.mlp.2": ROWWISE} | styled(REPLICATED, *UNSPLIT),
+        unstaged_blocks=("context_refiner",),
         cacheable_outside={"cond_embedder": "run", "cond_embedder2": "run", "context_refiner": "run",
                            "adaLN_modulation": "step"}),
     test_config=SmallConfig(SMALL, NATIVE, SMALL | {

@@ -25,7 +25,8 @@ def install_tensor_hooks(model, plan, splits, current):
     mesh has the group.
     """
     weights = {name.removesuffix(".weight"): split for name, split in splits.items() if name.endswith(".weight")}
-    _install_gathered(model, plan, {path: split for path, split in weights.items() if split.how == "gathered"}, current)
+    gathered = {path: split for path, split in weights.items() if split.how == "colwise_gather_output"}
+    _install_gathered(model, plan, gathered, current)
     norms = collections.defaultdict(dict)
     for path, split in weights.items():
         if split.how == "norm":

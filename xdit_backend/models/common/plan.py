@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from .tp_plan import Fused
+
 
 @dataclass(frozen=True)
 class TokenArgument:
@@ -130,7 +132,8 @@ class ModelPlan:
     graph_breaks: tuple[str, ...] = ()
 
     # --- weights and tensor parallelism ---
-    unsplit: tuple[str, ...] = ()          # paths of linears in blocks that tensor parallelism replicates
+    # pattern of a linear's path in a block -> style, in addition to DEFAULT_TP_PLAN and before it (tp_plan.py)
+    tp_plan: dict[str, str | Fused] = field(default_factory=dict)
     of_heads: tuple[str, ...] = ()         # attention arguments with heads in their last dim, or dim 1 of four
     # block lists that are not in `blocks` and no pipeline stage runs; tensor parallelism splits them too (Z-Image)
     unstaged_blocks: tuple[str, ...] = ()
