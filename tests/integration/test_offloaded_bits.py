@@ -53,7 +53,7 @@ class Folder:
     def __init__(self, name, dtype, folder):
         self.name, self.dtype, self.family = name, dtype, FAMILIES[name]
         self.branches = [example(name, getattr(torch, dtype), num_text_tokens=count, seed=seed, more=deeper(name),
-                                 batch=2, thin=False, **SIZES[FAMILIES[name].is_unet])
+                                 batch=2, thin=False, **SIZES[FAMILIES[name].plan.is_unet])
                          for seed, count in enumerate((7, 9))]
         self.checkpoint = replace(open_checkpoint(save(self.branches[0], folder)), recognised=self.family)
 

@@ -62,7 +62,7 @@ def test_a_step_of_two_ranks_equals_one_device(errors, name, layout):
 @pytest.mark.slow
 def test_a_step_whose_weights_come_from_host_memory_equals_one_device_under_every_method(tmp_path):
     """Of every family, with as few of them on the device as can be; PipeFusion's stages of two blocks keep theirs."""
-    requested = [(name, layout) for name, family in FAMILIES.items() if not family.is_unet
+    requested = [(name, layout) for name, family in FAMILIES.items() if not family.plan.is_unet
              for layout in layouts_of(name, 1)]
     wrong = {f"{name}, {words(layout)}": error
              for (name, layout), error in errors_of(requested, tmp_path, 2, weights_memory=1).items()

@@ -84,7 +84,7 @@ def save(one, folder):
     """As published folders are, or files of ComfyUI's own modules. The path to open."""
     if one.family.is_comfyuis:
         return save_transformer(one.model, folder)
-    own = folder / ("unet" if one.family.is_unet else "transformer")
+    own = folder / ("unet" if one.family.plan.is_unet else "transformer")
     for part in one.family.extra_parts:
         if hasattr(one.model, part):
             getattr(one.model, part).save_pretrained(folder / part)
@@ -98,8 +98,8 @@ def save(one, folder):
 
 def examples(name, num_text_tokens, more):
     """One for each number of tokens of its text. more: of the config."""
-    sizes = SIZES | ({"rows": 16, "columns": 18 if FAMILIES[name].is_replicated else 12} if FAMILIES[name].is_unet
-                     else {})
+    plan = FAMILIES[name].plan
+    sizes = SIZES | ({"rows": 16, "columns": 18 if plan.hooks == "replicated" else 12} if plan.is_unet else {})
     return [example(name, num_text_tokens=count, seed=seed, more=more, thin=False, **sizes)
             for seed, count in enumerate(num_text_tokens)]
 

@@ -52,7 +52,7 @@ class Example:
 
 # All, but for those that need a newer diffusers than is installed.
 CONFIGS = {name: family.test_config.config for name, family in FAMILIES.items()
-           if not family.is_unet and not any(refusal.__name__ == "older_diffusers" and refusal({})
+           if not family.plan.is_unet and not any(refusal.__name__ == "older_diffusers" and refusal({})
                                              for refusal in family.refusals)}
 
 
@@ -79,8 +79,8 @@ BARE = [name for name, config in CONFIGS.items() if name in FOLDERS and not FAMI
 ALIKE = ("PixArt-Alpha", "HunyuanImage", "HunyuanImage refiner", "HunyuanImage distilled",
          "HunyuanVideo 1.5 distilled", "AnyFlow", "CogVideoX-I2V", "Z-Image-Omni", "AuraFlow", "Cosmos-Predict1",
          "Cosmos-Predict2", "Anima", "CogVideoX 1.5", "Mochi", "HunyuanDiT", "LTX-2")
-UNETS = {name: family.test_config.config for name, family in FAMILIES.items() if family.takes_unet_patches}
-WHOLE = [name for name, family in FAMILIES.items() if family.is_replicated]          # U-shaped too, but of ComfyUI's
+UNETS = {name: family.test_config.config for name, family in FAMILIES.items() if family.plan.takes_unet_patches}
+WHOLE = [name for name, family in FAMILIES.items() if family.plan.hooks == "replicated"]  # U-shaped too, but ComfyUI's
 # what references are called, of families that have some
 WITH_REFERENCES = {name: word for name in CONFIGS for word in ("ref_latents", "context_latents")
                    if word in FAMILIES[name].conditioning}

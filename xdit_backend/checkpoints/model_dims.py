@@ -24,8 +24,10 @@ USUAL_TEXT = 77                                                # tokens of a U-N
 
 
 def dims_of(family: Family, model, spec=None, capabilities=(None,)):
-    """The ModelDims of a family's model, which may be on the meta device. spec: storage of its weights; None: 16 bits.
-    capabilities: of the devices, as in kitchen_layers.products_on."""
+    """The ModelDims of a family's model, which may be on the meta device; None for a U-Net. spec: storage of its
+    weights; None: 16 bits. capabilities: of the devices, as in kitchen_layers.products_on."""
+    if not family.blocks:
+        return None
     blocks = [(list_.image_fraction, block_copies) for list_ in family.blocks
               for block_copies in zip(*map(model.get_submodule, list_.names))]
     width, num_blocks = family.width(model.config), len(blocks)

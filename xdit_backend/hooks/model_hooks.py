@@ -17,7 +17,10 @@ class ModelHooks:
 
     def __init__(self, model, plan, blocks, offloaded, on_compile):
         """blocks: the modules that are compiled and whose weights are streamed. offloaded: those with streamed weights
-        (offload/block_offload.py), or None. on_compile: see CompiledBlocks."""
+        (offload/block_offload.py), or None. on_compile: see CompiledBlocks.
+
+        Subclasses take `splits` of the weights too, if they are sharded (checkpoints/tensor_sharding.py).
+        """
         self.plan, self._model, self._context, self._offloaded = plan, model, None, offloaded
         assert not hasattr(model, "_has_hooks"), "the model has hooks already; a second set would call the first"
         model._has_hooks = True

@@ -14,8 +14,9 @@ from .model_hooks import ModelHooks
 class ReplicatedHooks(ModelHooks):
     """The hooks of one such model on this rank."""
 
-    def __init__(self, model, plan, offloaded=None, on_compile=lambda done, total: None):
+    def __init__(self, model, plan, splits=(), offloaded=None, on_compile=lambda done, total: None):
         """Arguments as of ModelHooks."""
+        assert not splits, "U-shaped networks are not sharded"
         super().__init__(model, plan, list(map(model.get_submodule, unet_blocks(model))), offloaded, on_compile)
         self._num_points = len(plan.control(model.config))
         self._attention = AttentionFunctions(lambda: self._context, False)

@@ -36,7 +36,7 @@ class Hooks(ModelHooks):
     """The hooks of one transformer on this rank."""
 
     def __init__(self, model, plan, splits=(), offloaded=None, on_compile=lambda done, total: None):
-        """splits: of the weights, if they are sharded (checkpoints/tensor_sharding.py). Others as of ModelHooks."""
+        """Arguments as of ModelHooks."""
         blocks = [(block, list_) for list_ in plan.lists for block in model.get_submodule(list_.name)]
         super().__init__(model, plan, [block for block, _ in blocks], offloaded, on_compile)
         self._attention = AttentionFunctions(lambda: self._context, plan.needs_text)

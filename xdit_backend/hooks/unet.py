@@ -42,8 +42,9 @@ class RunningSelfAttention:
 class UNetHooks(ModelHooks):
     """The hooks of one U-Net on this rank."""
 
-    def __init__(self, model, plan, offloaded=None, on_compile=lambda done, total: None):
+    def __init__(self, model, plan, splits=(), offloaded=None, on_compile=lambda done, total: None):
         """Arguments as of ModelHooks."""
+        assert not splits, "U-shaped networks are not sharded"
         paths, attentions = unet_blocks(model), attended(model)
         super().__init__(model, plan, list(map(model.get_submodule, paths)), offloaded, on_compile)
         self.num_levels = plan.num_levels(model.config)

@@ -16,11 +16,9 @@ from ..checkpoints.weight_deltas import change_weights
 from ..checkpoints.weight_versions import Versions
 from ..distributed.collectives import Traffic, all_gather
 from ..hooks.forward_context import ForwardContext, rows_of, tokens_of
+from ..hooks.install import install_hooks
 from ..hooks.model_hooks import ModelHooks
-from ..hooks.replicated_unet import ReplicatedHooks
 from ..hooks.token_shards_io import message_size
-from ..hooks.transformer import Hooks
-from ..hooks.unet import UNetHooks
 from ..memory.staging import PinnedAhead, on_device
 from ..models import FAMILIES
 from ..partition import FULL, ranks_by_part, split_stages, stage_blocks, stage_of
@@ -59,7 +57,7 @@ class Models:
         if spec.name in self._loaded:
             return self._loaded[spec.name].residency.numbers
         family = FAMILIES[spec.family]
-        if family.is_comfyuis and not family.is_replicated and family.transformer not in self._checked:
+        if family.is_comfyuis and family.blocks and family.transformer not in self._checked:
             check_split(family)
             self._checked.add(family.transformer)
         count, traffic = itertools.count(), traffic or Traffic()
@@ -84,9 +82,8 @@ class Models:
         if transformer.offloaded is not None:
             transformer.offloaded.restore()                    # allocates the buffers: fails here if memory is short
         on_compile = functools.partial(self._report_phase, "compiling blocks")
-        kind = ReplicatedHooks if family.is_replicated else UNetHooks
-        hooks = (kind(model, family.plan, transformer.offloaded, on_compile) if family.is_unet
-                 else Hooks(model, family.plan, transformer.splits, transformer.offloaded, on_compile))
+        hooks = install_hooks(model, family.plan, splits=transformer.splits, offloaded=transformer.offloaded,
+                              on_compile=on_compile)
         self._loaded[spec.name] = Loaded(transformer, hooks, getattr(torch, spec.compute_dtype), blocks,
                                          self._residency(transformer))
         return self._loaded[spec.name].residency.numbers

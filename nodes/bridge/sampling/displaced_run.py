@@ -75,7 +75,7 @@ class DisplacedRun:
 
 def _rows_at_last_level(family, config, degree, shape):
     """Fewest rows of a rank in a U-Net's smallest feature maps, for equally fast ranks; None for a transformer."""
-    if not family.is_unet:
+    if family.plan.num_levels is None:
         return None
     halvings = family.plan.num_levels(config) - 1
     starts = halved(cut_bands(shape[2], degree, 2 ** halvings), halvings)
@@ -84,7 +84,7 @@ def _rows_at_last_level(family, config, degree, shape):
 
 def _check_size(family, config, layout, shape):
     degree = layout.displaced_degree
-    if not family.is_unet:
+    if family.plan.num_levels is None:
         ranks, tokens = degree * layout.ring_degree * layout.ulysses_degree, num_tokens(
             shape[2:], family.patch_size(config))
         if tokens < ranks:

@@ -24,7 +24,7 @@ from xdit_backend.planner.planner import choose_num_patches
 EXACT, STALE = 2e-5, 1e-5
 QUICK = ("sd3", "wan", "lumina-2")           # a picture, a video, and streams that merge
 KINDS = [kind for kind, family in families().items()
-         if kind not in VARIANTS and not family.is_unet and "pipefusion" not in family.refused]
+         if kind not in VARIANTS and not family.plan.is_unet and "pipefusion" not in family.refused]
 
 
 def kinds(settings):

@@ -14,7 +14,7 @@ TOLERANCE = 2e-5                           # relative, float32; seen: up to 2e-6
 # kind of checkpoint -> rows of the tables of positions that files are made with; None: as the class makes it
 POSITIONS = {kind: {"sd3": (None, 96, 192), "pixart": (64, 32, 128, None)}.get(kind, (None,))
              for kind, family in families().items()
-             if not family.is_unet and (kind not in VARIANTS or kind in ("sd35", "chroma-radiance-x0"))}
+             if not family.plan.is_unet and (kind not in VARIANTS or kind in ("sd35", "chroma-radiance-x0"))}
 LAYOUTS = {"one": ("cpu", {}), "ulysses2": ("cpu,cpu", {"ulysses": 2}), "ring2": ("cpu,cpu", {"ring": 2}),
            "pipefusion2": ("cpu,cpu", {"pipefusion": 2})}
 ON_TWO = ("ulysses2", "ring2", "pipefusion2")  # workers; of every kind but one, one of these

@@ -272,8 +272,6 @@ class Family:
 
         shape: of the latent or the patch. conditioning: of a full forward.
         """
-        if self.is_unet:
-            return {"image": self.latent.num_tokens(shape)}
         full = [patch.whole if patch is not None and dim == patch.dim else length for dim, length in enumerate(shape)]
         streams, lengths = self.plan.stream_names, {
             "text": lambda conditioning: conditioning["context"].shape[1],
@@ -284,7 +282,7 @@ class Family:
     def tokens_a_row(self, shape):
         """Smallest number of consecutive tokens that stay on one rank: a row of tokens for plans that need full
         rows, else 1."""
-        return self.latent.counts(shape)[-1] if not self.is_unet and self.plan.row_count_argument else 1
+        return self.latent.counts(shape)[-1] if self.plan.row_count_argument else 1
 
     def stream_width(self, config, streams, block):
         """Width of a token of these streams, which are joined in one tensor that the block with this index returns."""
@@ -301,18 +299,7 @@ class Family:
         A key is a list of ComfyUI's ControlNet output and the block's number in it: "output.3". Returns {} if ComfyUI's
         model takes no ControlNet.
         """
-        if self.is_replicated:
-            return {f"input.{number}": (channels, None, None)
-                    for number, channels in enumerate(self.plan.control(config))}
-        if self.is_unet:
-            skips = [(channels, *(-(-length // 2 ** level) for length in shape[2:]))
-                     for channels, level in self.plan.skips(config)]
-            return {f"{name}.{number}": skip for name in ("input", "output")
-                    for number, skip in enumerate(skips)} | {"middle.0": skips[-1]}
-        tokens = self.latent.num_tokens(shape), self.width(config)
-        skips = self.plan.skips(self.num_blocks(config))
-        return {f"{list_.control}.{number}": tokens for list_ in self.blocks if list_.control
-                for number in (sorted(skips.values()) if skips else range(config[list_.count]))}
+        return self.plan.control_shapes(self, config, shape)
 
     def patch_size(self, config):
         """Latent pixels of a token along each dim."""
@@ -324,25 +311,9 @@ class Family:
         return ":" in self.transformer
 
     @property
-    def is_unet(self):
-        """Whether the model is a U-Net, which has no lists of blocks that tokens pass from end to end."""
-        return isinstance(self.plan, UNetPlan | ReplicatedPlan)
-
-    @property
-    def is_replicated(self):
-        """Whether each rank runs the full network, without splitting its tokens or weights."""
-        return isinstance(self.plan, ReplicatedPlan)
-
-    @property
-    def takes_unet_patches(self):
-        """Whether ComfyUI's model applies the model patches that nodes make for U-Nets."""
-        return isinstance(self.plan, UNetPlan)
-
-    @property
     def takes_controlnets(self):
         """Whether ComfyUI's model adds the output of a ControlNet."""
-        return (bool(self.plan.control(self.test_config.config)) if self.is_replicated
-                else self.is_unet or any(list_.control for list_ in self.blocks))
+        return self.plan.takes_controlnets(self.test_config.config)
 
     @property
     def has_frames_as_batch(self):
@@ -352,7 +323,7 @@ class Family:
     @property
     def blocks(self):
         """The plan's block lists; () for a U-Net."""
-        return () if self.is_unet else self.plan.blocks
+        return self.plan.blocks
 
     def num_blocks(self, config):
         return sum(config[list_.count] for list_ in self.blocks)

@@ -20,9 +20,7 @@ from xdit_backend.checkpoints.loader import load_transformer
 from xdit_backend.checkpoints.tensor_sharding import block_bytes, resident_bytes
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE
-from xdit_backend.hooks.replicated_unet import ReplicatedHooks
-from xdit_backend.hooks.transformer import Hooks
-from xdit_backend.hooks.unet import UNetHooks
+from xdit_backend.hooks.install import install_hooks
 from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.specs import ModelSpec
 from xdit_backend.worker.models import Loaded
@@ -67,8 +65,7 @@ def ours(path, family, storage, compute="float32", quantisation=""):
     model, config = transformer.model, transformer.config
     assert sum(t.numel() * t.element_size()
                for t in (*model.parameters(), *model.buffers())) == resident_bytes(model, family, spec)
-    hooks = ReplicatedHooks if family.is_replicated else UNetHooks if family.is_unet else Hooks
-    loaded = Loaded(transformer, hooks(model, family.plan), dtype, range(0))
+    loaded = Loaded(transformer, install_hooks(model, family.plan), dtype, range(0))
     latent, timestep, conditioning = requested(family, config)
     conditioning = rounded(conditioning, dtype)
     if family.components:
