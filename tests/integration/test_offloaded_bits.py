@@ -110,8 +110,8 @@ def run_of(folder, layout, store, requests, share):
     def step(rows=None, **settings):
         branches = [branch(one, name, rows) for name, one in zip(names, folder.branches, strict=True)]
         patch = None if rows is None else rows[0]
-        commands.append(messages.Predict(next(requests), spec.name, layout, branches, patch, keep=True, copies=copies,
-                                         **settings))
+        commands.append(messages.Predict(next(requests), spec.name, layout, branches, patch, keep=True,
+                                         options=specs.ForwardOptions(copies=copies), **settings))
 
     step()
     step(stale=layout.displaced_degree > 1)

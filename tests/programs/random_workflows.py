@@ -234,7 +234,7 @@ class Runner:
             listed = name, "default" if dtype in WRITTEN else dtype
             model = self.comfyui.load_model.execute(*listed, self.comfyui.config(devices, **degrees)).args[0]
             if "held" in computed:
-                kilobytes = math.ceil(model.model.remote.memory._least_bytes * computed["held"] / 1e3)
+                kilobytes = math.ceil(model.model.remote.memory.group.least_bytes * computed["held"] / 1e3)
                 degrees = {"mode": "manual" if degrees else "auto", **degrees, "weights_memory": f"{kilobytes / 1e6}"}
                 model = self.comfyui.load_model.execute(*listed, self.comfyui.config(devices, **degrees)).args[0]
             if computed.get("compiled"):

@@ -159,7 +159,7 @@ class Run:
             self._compared += zip(made, wanted, strict=True)
             return specs.Branch(store.share(one.latent), store.share(one.timestep), names[number], made[0],
                                 parts=dict(zip(family.components, made[1:], strict=True)))
-        predict = functools.partial(messages.Predict, compile_backend=compile_backend)
+        predict = functools.partial(messages.Predict, options=specs.ForwardOptions(compile_backend=compile_backend))
         first = random.Random(f"{seed} {saved.name} {layout}").randrange(2)
         self.commands += [predict(next(requests), spec.name, self.layout, [branch(0), branch(other)],
                                   keep=(first + other) % 2 == 0)
@@ -178,7 +178,8 @@ def execute(rank, world_size, runs):
     engine = Engine(rank, torch.device("cpu"), lambda *phase: None)
     for layout, commands in runs:
         # no mode reaches into a graph
-        is_compiled = any(getattr(command, "compile_backend", "") for command in commands)
+        is_compiled = any(command.options.compile_backend for command in commands
+                          if isinstance(command, messages.Predict))
         if is_compiled:
             # which torch.compile then knows by its name
             importlib.import_module("tests.support.reusing_backend")

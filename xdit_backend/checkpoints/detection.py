@@ -51,7 +51,7 @@ def recognise(checkpoint) -> Family:
     for family in FAMILIES.values():
         if _apply_rule(family.recognise, checkpoint.shapes):
             # if a tensor that the rule reads is missing, meta_model() names it
-            reason = _apply_rule(family.refuse, checkpoint.shapes, checkpoint.other_tensors)
+            reason = _apply_rule(family.refuse, checkpoint.shapes)
             if reason:
                 raise CheckpointError(f"{name} is {article(family.name)} {family.name} model, but {reason}.")
             return family

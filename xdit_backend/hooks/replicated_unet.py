@@ -26,7 +26,7 @@ class ReplicatedHooks(ModelHooks):
             block.forward = self._hook_block(block.forward, number)
 
     def _forward(self, context):
-        inputs, control = context.inputs, context.control
+        inputs, control = context.inputs, context.patches.control
         if control:                                            # the forward pops residuals from the end of the list
             points = [f"input.{number}" for number in reversed(range(self._num_points))]
             taken = [control.take(point) if point in control else None for point in points]
@@ -45,7 +45,7 @@ class ReplicatedHooks(ModelHooks):
                 return forward(*args, **kwargs)
             with (self._weights_resident(context, number),
                   context.traffic.at_block(f"{number + 1} of {len(self._blocks)}")):
-                if context.compile_backend:
+                if context.options.compile_backend:
                     return self._compiled.run(number, forward, context, {**dict(zip(names, args)), **kwargs})
                 return forward(*args, **kwargs)
         return hooked

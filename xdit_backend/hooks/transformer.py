@@ -172,13 +172,13 @@ class Hooks(ModelHooks):
                 outputs = self._run_block(forward, context, position, arguments)
             if position.index + 1 == context.blocks.stop < self.num_blocks:
                 shards = [*outputs.values(),
-                          *(context.skips[source] for source in self._skips_over(context.blocks.stop))]
+                          *(context.state.skips[source] for source in self._skips_over(context.blocks.stop))]
                 raise StageEnd(token_shards_io.pack(shards, self.message_units(context.blocks.stop), context.tokens))
             return position.returned(self._join_streams(context, position, outputs) if position.ends else outputs)
         return block
 
     def _run_forward(self, forward, context, position, arguments):
-        if (context.compile_backend and not injected_networks.has_layer_networks(context)
+        if (context.options.compile_backend and not injected_networks.has_layer_networks(context)
                 and self._amax_sync.suits_graphs(context.tokens, position.list_.streams.values())):
             return self._compiled.run(position.index, forward, context, arguments)
         return forward(**arguments)
@@ -195,7 +195,7 @@ class Hooks(ModelHooks):
         shards = token_shards_io.unpack(context.receive_message(), units, image.shape[0], widths, context.tokens,
                                 self.plan.needs_text)
         arrived = dict(zip(position.list_.returns, shards))
-        context.skips.update(zip(self._skips_over(context.blocks.start), shards[len(arrived):]))
+        context.state.skips.update(zip(self._skips_over(context.blocks.start), shards[len(arrived):]))
         return self._join_streams(context, position, arrived) if position.ends else arrived
 
     def _run_block(self, forward, context, position, arguments):
@@ -217,24 +217,25 @@ class Hooks(ModelHooks):
         if self.plan.token_index_argument:
             name, streams = self.plan.token_index_argument
             device = arguments[next(iter(list_.streams))].device
-            arguments[name] = context.cuts.setdefault(name, token_indices_of(context, streams, device))
+            arguments[name] = context.state.cuts.setdefault(name, token_indices_of(context, streams, device))
         if position.index in self._skips:
-            arguments[self.plan.skip_name] = context.skips[self._skips[position.index]]
-        if context.operations.get(f"{list_.patched}_block.{position.number}") == "skip":
+            arguments[self.plan.skip_name] = context.state.skips[self._skips[position.index]]
+        if context.patches.operations.get(f"{list_.patched}_block.{position.number}") == "skip":
             outputs = {streams: arguments[name] for name, streams in list_.streams.items()}
             output = tuple(outputs[streams] for streams in list_.returns)
         else:
             output = self._run_forward(forward, context, position, arguments)
         outputs = dict(zip(list_.returns, output if isinstance(output, tuple) else (output,)))
         if position.index in self._skips.values():
-            context.skips[position.index] = outputs[position.with_image]
+            context.state.skips[position.index] = outputs[position.with_image]
         injected_networks.add_to_blocks(context, position, outputs)
-        for control in filter(context.control.__contains__, position.control):
+        for control in filter(context.patches.control.__contains__, position.control):
             image = outputs[position.with_image]
             # added to the skip, not to the next block's input
             if self._skips:
-                image = context.skips[position.index] = image.clone()
-            token_shards_io.add_to_image(image, position.with_image, context.control.take(control), context.tokens)
+                image = context.state.skips[position.index] = image.clone()
+            residual = context.patches.control.take(control)
+            token_shards_io.add_to_image(image, position.with_image, residual, context.tokens)
         return outputs
 
     def _join_streams(self, context, position, shards):
@@ -247,20 +248,20 @@ class Hooks(ModelHooks):
     def _cut_once(self, context, position, value, argument):
         """Cut an argument that every block gets, such as rotary tables, once a forward."""
         key = id(value), id(argument)
-        if key not in context.cuts:
+        if key not in context.state.cuts:
             cut = functools.partial(position.cut, context.tokens, self.plan.needs_text)
             if isinstance(value, (tuple, list)):
                 arguments = argument if isinstance(argument, tuple) else (argument,) * len(value)
                 result = tuple(map(cut, value, arguments))
             else:
                 result = cut(value, argument)
-            context.cuts[key] = (value, result)                # the reference to `value` keeps its id from being reused
-        return context.cuts[key][1]
+            context.state.cuts[key] = (value, result)          # the reference to `value` keeps its id from being reused
+        return context.state.cuts[key][1]
 
     def _read_once(self, context, mask, streams):
-        if id(mask) not in context.cuts:
-            context.cuts[id(mask)] = mask
-            context.masks.update(read_mask(mask, streams, context.tokens))
+        if id(mask) not in context.state.cuts:
+            context.state.cuts[id(mask)] = mask
+            context.state.masks.update(read_mask(mask, streams, context.tokens))
 
     # --- cached modules, unrounded inputs, positions ---
 
@@ -309,9 +310,9 @@ class Hooks(ModelHooks):
             context = self._context
             if context is None or not context.shards_attention:
                 return forward(*args, **kwargs)
-            context.attention = running = RunningAttention(module, position, name, *streams)
+            context.state.attention = running = RunningAttention(module, position, name, *streams)
             output = forward(*args, **kwargs)
-            context.attention = None
+            context.state.attention = None
             running.refuse_uncalled()
             return output
         return hooked

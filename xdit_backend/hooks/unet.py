@@ -84,7 +84,7 @@ class UNetHooks(ModelHooks):
     @contextmanager
     def serving(self, context):
         """See ModelHooks.serving."""
-        self._graph_rows = GraphRows.of(context, self.num_levels) if context.compile_backend else None
+        self._graph_rows = GraphRows.of(context, self.num_levels) if context.options.compile_backend else None
         with super().serving(context):
             yield
 
@@ -138,10 +138,12 @@ class UNetHooks(ModelHooks):
             if context is None:
                 return forward(*args, **kwargs)
             with context.traffic.at_block(path):
-                if (not context.compile_backend or context.operations or context.guided or context.free_u    # eager
-                        or any(use.where != "text" for use, _ in context.networks) or context.tiles):
+                patches = context.patches
+                is_eager = (patches.operations or patches.guided or patches.free_u or patches.tiles
+                            or any(use.where != "text" for use, _ in patches.networks))
+                if not context.options.compile_backend or is_eager:
                     return forward(*args, **kwargs)
-                context.block = path
+                context.state.block = path
                 return self._compiled.run(index, forward, context, {**dict(zip(names, args)), **kwargs})
         return hooked
 
@@ -193,13 +195,14 @@ class UNetHooks(ModelHooks):
             context = self._context
             if context is None:
                 return forward(*args, **kwargs)
-            operation = next((context.operations[point] for point in points if point in context.operations), None)
+            operations, tiles = context.patches.operations, context.patches.tiles
+            operation = next((operations[point] for point in points if point in operations), None)
             split = self._split(name, level) if self._is_split and inner else None
-            if split is not None or operation is not None or context.tiles and inner:
-                context.attention = RunningSelfAttention(split, operation)
+            if split is not None or operation is not None or tiles and inner:
+                context.state.attention = RunningSelfAttention(split, operation)
             output = forward(*args, **kwargs)
-            context.attention = None
-            for nag in context.guided:
+            context.state.attention = None
+            for nag in context.patches.guided:
                 apply_nag(output, nag, -1)
             return output
         return hooked
@@ -215,9 +218,9 @@ class UNetHooks(ModelHooks):
             context = self._context
             if context is None:
                 return forward(*args, **kwargs)
-            context.text_attention = name
+            context.state.text_attention = name
             output = forward(*args, **kwargs)
-            context.text_attention = ""
+            context.state.text_attention = ""
             return output
         return hooked
 
@@ -236,17 +239,18 @@ class UNetHooks(ModelHooks):
             return attention(query, key, value, attn_mask, self._graph_attention, is_causal, scale)
         if self._context is None:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
-        now = self._context.attention
+        now = self._context.state.attention
         if now is None:
-            return self._attend(self._context.text_attention, query, key, value, attn_mask, is_causal, scale)
+            return self._attend(self._context.state.text_attention, query, key, value, attn_mask, is_causal, scale)
         if now.operation == "values":
             return value
         if now.split is not None:
             key, value = of_all_rows(key, value, now.split, attn_mask is not None or is_causal)
         if now.operation == "scores":
             self._write_scores(query, key)
-        if str(query.shape[2]) in self._context.tiles:
-            return attend_in_tiles(self._context.tiles[str(query.shape[2])], query, key, value, lambda *each: attend(
+        tiles = self._context.patches.tiles.get(str(query.shape[2]))
+        if tiles is not None:
+            return attend_in_tiles(tiles, query, key, value, lambda *each: attend(
                 *each, self._context.backend, attn_mask, is_causal, scale))
         return attend(query, key, value, self._context.backend, attn_mask, is_causal, scale)
 
@@ -254,7 +258,7 @@ class UNetHooks(ModelHooks):
         """attend, plus what networks add to an attention to the text. name: its path, or ""."""
         query, key, value, mask, is_causal, scale = arguments
         out = attend(query, key, value, self._context.backend, mask, is_causal, scale)
-        if name not in self._text_attentions or not self._context.networks:
+        if name not in self._text_attentions or not self._context.patches.networks:
             return out
         return with_images(self._context, self._text_attentions[name], query, out,
                              lambda *each: attend(*each, self._context.backend, None, False, scale))
@@ -262,21 +266,21 @@ class UNetHooks(ModelHooks):
     def attention_of_graph(self, query, key, value, mask, name, is_causal, scale):
         """_scaled_dot_product_attention of a compiled block. name: of an attention to the text, or a self-attention of
         rows, in the running block; "" for one without communication."""
-        path = f"{self._context.block}.{name}"
+        path = f"{self._context.state.block}.{name}"
         if name and path not in self._text_attentions:
             key, value = of_all_rows(key, value, self.split_of_graph(name), mask is not None or is_causal)
         return self._attend(path, query, key, value, mask, is_causal, scale)
 
     def split_of_graph(self, name):
         """For custom ops: the StaleSplit of a layer, by its name in the running block."""
-        path = f"{self._context.block}.{name}"
+        path = f"{self._context.state.block}.{name}"
         return self._split(path, level_of(path, self.num_levels))
 
     def _write_scores(self, query, key):
         """Write the attention probability of each key, summed over this rank's queries."""
         probabilities = (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).softmax(-1, dtype=torch.float32)
         rank = 0 if self._context.bands is None else self._context.exchange.rank
-        self._context.scores[rank].copy_(probabilities.mean(1).sum(1))
+        self._context.patches.scores[rank].copy_(probabilities.mean(1).sum(1))
 
     def _hook_of_text(self, module, forward, key):
         @functools.wraps(forward)
@@ -298,7 +302,7 @@ class UNetHooks(ModelHooks):
 
     def _join(self, tensors, dim=0):
         """torch.cat, which joins the hidden states of an up block with a skip; Deep Shrink and FreeU change both."""
-        for settings in () if self._context is None else self._context.free_u:
+        for settings in () if self._context is None else self._context.patches.free_u:
             tensors = (as_large if isinstance(settings, Shrink) else free_u)(*tensors, settings)
         return torch.cat(tensors, dim)
 

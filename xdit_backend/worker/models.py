@@ -249,9 +249,10 @@ class Loaded:
             family.inputs(*call),
             mesh, traffic, self.blocks if mesh.degrees["pipefusion"] > 1 else range(num_blocks), num_blocks,
             tokens_of(family, mesh, latent.shape, conditioning, patch), patch,
-            None if patch is None else rows_of(family, latent.shape, patch), biases=family.biases_of(*call), **fields)
+            None if patch is None else rows_of(family, latent.shape, patch), **fields)
+        context.patches.biases = family.biases_of(*call)
         if control:
-            context.control = PinnedAhead(self.hooks.own_control(control, context), latent.device)
+            context.patches.control = PinnedAhead(self.hooks.own_control(control, context), latent.device)
         return context
 
     def received_size(self, mesh, shape, conditioning, patch=None):

@@ -65,8 +65,7 @@ class DisplacedRun:
                 and all(tuple(request.latent.shape) == self.shape and not request.is_changed for request in requests))
         stale = keep and not self._staleness.is_synchronous(names, sigma)
         layout = branches_together(self._layout) if any(request.guided for request in requests) else self._layout
-        forward = ForwardPass(keep=keep, extrapolation=self._config.forecast_keys_values, stale=stale,
-                              displaced_mode=self._mode)
+        forward = ForwardPass(keep=keep, stale=stale, displaced_mode=self._mode)
         handle = self._client.submit(self._spec, layout, self._num_channels, requests, forward, run=self)
         if keep:
             self._staleness.hold(names)

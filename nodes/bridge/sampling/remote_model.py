@@ -216,14 +216,16 @@ class RemoteModel:
         scores = scores_of(*requested, x.shape, self.config.displaced_degree if self.config.mode == "manual" else 1)
         residuals = self.additions.residuals(self, (x, timestep, context), transformer_options, extra)
         networks, images = networks_of(*requested, x, self.modules)
+        options = self.config.forward_options
         call = Call(x, timestep, self.family.tensors({"context": context, **extra, **style_of(*requested, x)}),
                     control=control_residuals(*requested[:2], control, x.shape) | residuals | images,
                     networks=networks,
                     free_u=free_u_of(self.family, transformer_options, control), tiles=tiles_of(*requested, x.shape),
                     operations=operations_of(*requested), scores=scores and scores.buffer, parts=components,
                     guided=guided_of(self.family, transformer_options), call_conditioning=call_conditioning,
-                    exchange=self.config.exchange, backend=call_backend(self.config, transformer_options),
-                    compile_backend=transformer_options.get(COMPILE, self.config.compile_backend))
+                    options=dataclasses.replace(
+                        options, backend=call_backend(self.config, transformer_options),
+                        compile_backend=transformer_options.get(COMPILE, options.compile_backend)))
         check_conditioning(self.setup, call.conditioning, x)
         call = self._references.used_by(call, self.setup, transformer_options)
         num_branches = len(transformer_options.get("cond_or_uncond", ()))

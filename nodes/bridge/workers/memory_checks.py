@@ -44,12 +44,12 @@ class MemoryCheck:
     def __init__(self, setup, plan_of, unet_memory, lighter_bytes, packed_sizes):
         self._setup, self._lighter_bytes = setup, lighter_bytes
         of_unet = unet_memory and functools.partial(unet_memory, dtype=getattr(torch, setup.spec.compute_dtype))
-        self._group = GroupMemory(setup.config, setup.spec.stages, setup.dims, setup.family.refused, setup.devices,
+        self.group = GroupMemory(setup.config, setup.spec.stages, setup.dims, setup.family.refused, setup.devices,
                                   setup.device_bytes, functools.lru_cache(maxsize=32)(plan_of), of_unet)
         # per rank: bytes in VRAM and offloaded bytes; estimates until the workers have reported theirs
-        self.weight_bytes, self.offloaded_bytes = self._group.resident(setup.spec.weights_memory or math.inf)
+        self.weight_bytes, self.offloaded_bytes = self.group.resident(setup.spec.weights_memory or math.inf)
         # weights of a rank with all blocks
-        self.model_bytes = (self._group.plan_of(math.inf, None).device_bytes if self._group.has_stage_blocks
+        self.model_bytes = (self.group.plan_of(math.inf, None).device_bytes if self.group.has_stage_blocks
                             else max(self.weight_bytes))
         self._checked = set()                                  # calls of this run that were found to fit
         self._run = None                                       # (Latents, Hints, Job, Degrees) of the last check
@@ -72,7 +72,7 @@ class MemoryCheck:
         packed = [(change, *sizes[name]) for name, change in changes.items() if name in sizes]
         total = sum(4 * change.rank * sides if change.rank else change.num_bytes - packed_bytes
                     for change, sides, packed_bytes in packed)
-        self.added_bytes = total // setup.spec.stages.pipefusion_degree if self._group.has_stage_blocks else total
+        self.added_bytes = total // setup.spec.stages.pipefusion_degree if self.group.has_stage_blocks else total
         self._has_lora = any(change.rank for change, *_ in packed)
 
     @property
@@ -103,8 +103,8 @@ class MemoryCheck:
 
     def _of_rank(self, job, sizes, degrees):
         """Memory of a rank in addition to weights."""
-        return self._group.run_memory(job, (job.images, job.branches), sizes, degrees,
-                                      self._group.settings(*self.changed))
+        return self.group.run_memory(job, (job.images, job.branches), sizes, degrees,
+                                      self.group.settings(*self.changed))
 
     def weights_memory_alongside(self, run_bytes, is_loaded):
         """Return ModelSpec.weights_memory for a run that takes so many bytes of a rank in addition to weights.
@@ -112,7 +112,7 @@ class MemoryCheck:
         spec, configured = self._setup.spec, self._setup.config.weights_memory_bytes
         if configured is not None or not self._may_offload:
             return configured or 0
-        taken, group = run_bytes + self.added_bytes, self._group
+        taken, group = run_bytes + self.added_bytes, self.group
         if is_loaded and group.most_resident(spec.weights_memory or math.inf) <= group.rank_budget - taken:
             return spec.weights_memory
         return group.weights_memory(taken)
@@ -186,8 +186,8 @@ class MemoryCheck:
     def check_weights(self):
         """Raise ConfigError if the weights do not fit on a device. Called before they are read."""
         streams = self._setup.config.weights_memory_bytes is None and self._may_offload
-        self._group.check_weights(
-            self._setup.family.title, self._added(self._group.resident(1)[0] if streams else self.weight_bytes),
+        self.group.check_weights(
+            self._setup.family.title, self._added(self.group.resident(1)[0] if streams else self.weight_bytes),
             self._may_offload, self._lighter)
 
     def check_run(self, shape, conditioning, num_images, branches, layout, cached_tokens=0):
@@ -209,15 +209,15 @@ class MemoryCheck:
         def needed(images, sizes, settings):
             text = {} if setup.dims is not None else {
                 "num_tokens": conditioning["context"].shape[1] if "context" in conditioning else 0}
-            return self._group.run_memory(job(images, sizes), (images, branches), sizes, degrees, settings, **text)
+            return self.group.run_memory(job(images, sizes), (images, branches), sizes, degrees, settings, **text)
 
-        sizes, settings = tuple(shape[2:]), self._group.settings(*self.changed)
+        sizes, settings = tuple(shape[2:]), self.group.settings(*self.changed)
         num_here = sum(not machine_of(device) for device in setup.devices)
         latents = Latents(functools.partial(needed, settings=settings), num_images, sizes,
                           setup.family.pixels(setup.transformer_config)[1:])
-        hints = self._group.run_hints(needed, settings, job(num_images, sizes), self._lighter)
+        hints = self.group.run_hints(needed, settings, job(num_images, sizes), self._lighter)
         self._run = latents, hints, job(num_images, sizes), degrees
-        self._group.check_run(layout, self._added(self.weight_bytes), latents, hints, num_here=num_here,
+        self.group.check_run(layout, self._added(self.weight_bytes), latents, hints, num_here=num_here,
                               host_bytes=available_memory()[0])
         self._checked.add(key)
 
@@ -242,7 +242,7 @@ class MemoryCheck:
         if error.command in OF_WEIGHTS:
             has, weights = resident + available, self.weight_bytes[rank]
             ranks = DeviceMemory([error.device], [has], [weights])
-            placement = self._group.placement(SMALLEST_JOB, has)
+            placement = self.group.placement(SMALLEST_JOB, has)
             return [*self._streamed(has, weights), *settings_that_fit(ranks, Hints(placement, self._lighter_on(rank)))]
         if self._run is None or taken <= available:            # nothing smaller can be estimated
             return []
@@ -250,8 +250,8 @@ class MemoryCheck:
         measured = Measured(error.device, resident, taken, resident + available)
         layouts = [] if setup.dims is None else layouts_that_fit(
             measured, setup.dims, job, Method(degrees, tuple(setup.family.refused), setup.config.may_differ),
-            self._group.settings(*self.changed), not any(self.offloaded_bytes))
-        placement = self._group.placement(job, measured.total / measured.factor(latents.memory()))
+            self.group.settings(*self.changed), not any(self.offloaded_bytes))
+        placement = self.group.placement(job, measured.total / measured.factor(latents.memory()))
         hints = dataclasses.replace(hints, placement=layouts or placement, lighter=self._lighter_on(rank))
         return [*self._streamed(measured.total - taken, resident), *sizes_that_fit(measured, latents, hints)]
 
@@ -260,7 +260,7 @@ class MemoryCheck:
         return lambda: {name: [sizes[rank]] for name, sizes in self._lighter().items()}
 
     def _streamed(self, free_bytes, resident_bytes):
-        return self._group.streaming_that_fits(free_bytes, resident_bytes) if self._may_offload else []
+        return self.group.streaming_that_fits(free_bytes, resident_bytes) if self._may_offload else []
 
     def _of_ranks(self, weight_bytes):
         setup = self._setup

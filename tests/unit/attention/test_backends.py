@@ -21,7 +21,7 @@ from xdit_backend.parallel import sequence_parallel
 from xdit_backend.parallel.sequence_parallel import Attention, usp_attention
 from xdit_backend.parallel.stale_kv_cache import KeyValues
 from xdit_backend.protocol.errors import UnsupportedError
-from xdit_backend.protocol.specs import BackendChoice, Layout
+from xdit_backend.protocol.specs import BackendChoice, ForwardOptions, Layout
 
 FP64, BF16 = torch.float64, torch.bfloat16
 NAMES = sorted(name for name, backend in BACKENDS.items() if backend.module)
@@ -135,7 +135,7 @@ def test_blocks_attend_by_the_kernel_compiled_or_not(installed, name, backend):
     for keeping in [{}] if one.family.plan.is_unet else [{}, kept]:
         use = BackendUse("flash", True)
         context = one.loaded(hooks).context(SINGLE, Traffic(), one.latent, one.timestep, one.conditioning, backend=use,
-                                            compile_backend=backend, **keeping)
+                                            options=ForwardOptions(compile_backend=backend), **keeping)
         out = one.family.prediction(hooks.run(context)[0], one.latent)
 
         within((out - wanted).abs().max(), 1e-10)

@@ -120,8 +120,6 @@ class Family:
     # --- rejected models and settings ---
     # each (shapes) -> the reason why a file of this family cannot be run, or None
     refusals: tuple[Callable, ...] = ()
-    # tensor inside or outside the diffusion model -> the reason why a file with it cannot be run
-    refused_tensors: dict[str, str] = field(default_factory=dict)
     # parallel method that the family cannot use, such as "ring" -> the reason, phrased to follow "because"
     refused: dict[str, str] = field(default_factory=dict)
     # (conditioning of ComfyUI) -> the requested feature that the class does not implement, or None
@@ -206,13 +204,9 @@ class Family:
         """Channels of ComfyUI's input to its model: those of the latent, and those of images concatenated to it."""
         return self.latent.channels(self.in_channels(config))
 
-    def refuse(self, shapes, other_tensors=()):
-        """Return the reason why a file of this family cannot be run, or None. other_tensors: names outside the
-        diffusion model."""
-        return next((reason for refusal in self.refusals if (reason := refusal(shapes))),
-                    next((reason for name,
-                          reason in self.refused_tensors.items() if name in shapes or name in other_tensors),
-                         None))
+    def refuse(self, shapes):
+        """Return the reason why a file of this family cannot be run, or None."""
+        return next((reason for refusal in self.refusals if (reason := refusal(shapes))), None)
 
     def tensors(self, conditioning):
         """Convert the supported conditioning of ComfyUI to tensors, which is what workers receive.

@@ -148,7 +148,8 @@ def settings(options):
 
 def exchanging(run, exchange):
     """run(client, call, sigmas) with this communication dtype of attention's tensors."""
-    return lambda client, call, sigmas: run(client, dataclasses.replace(call, exchange=exchange), sigmas)
+    return lambda client, call, sigmas: run(client, dataclasses.replace(
+        call, options=dataclasses.replace(call.options, exchange=exchange)), sigmas)
 
 
 def naive(run, num_patches):

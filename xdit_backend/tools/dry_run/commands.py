@@ -9,7 +9,7 @@ from ...partition import cut_patches
 from ...planner.planner import choose_num_patches, warmup_layout
 from ...protocol import messages
 from ...protocol.shared_memory import Segment, dtype_name
-from ...protocol.specs import Branch, Layout, ModelSpec, WeightCopies
+from ...protocol.specs import Branch, ForwardOptions, Layout, ModelSpec, WeightCopies
 from ...worker.models import Loaded
 
 SIGMAS = 0.9, 0.8                          # of the two steps; keys and values are extrapolated between different ones
@@ -118,9 +118,10 @@ class Calls:
             shape[patch.dim] = rows
         branches = [self._branch(name, shape) for name in self.names]
         return messages.Predict(self._request(), self.spec.name, layout or self.layout, branches, patch,
-                                extrapolation=self.run.extrapolation if self.keeps else 0.0,
-                                compile_backend=self.compile_backend,
-                                copies=WeightCopies(is_shared=self.run.shards_weights), **fields)
+                                options=ForwardOptions(
+                                    compile_backend=self.compile_backend,
+                                    extrapolation=self.run.extrapolation if self.keeps else 0.0,
+                                    copies=WeightCopies(is_shared=self.run.shards_weights)), **fields)
 
     def _branch(self, name, shape):
         latent = self.memory.share(torch.zeros(shape, dtype=torch.float32))
