@@ -194,11 +194,11 @@ class ComfyUI:
         size = in_dims(family, size)
         config = self.transformer_config(kind)
         video = torch.zeros(batch, family.num_channels(config), *size)
-        if not family.components:
+        if not family.components.names:
             return {"samples": video}
-        [beside] = family.components
-        return {"samples": in_parts(family.first_component(video),
-                                    torch.zeros(family.call_shapes(config, video.shape, audio)[beside]))}
+        [beside] = family.components.names
+        return {"samples": in_parts(family.components.first(video),
+                                    torch.zeros(family.components.shapes(config, video.shape, audio)[beside]))}
 
     @contextmanager
     def cancelled_amid(self, text):

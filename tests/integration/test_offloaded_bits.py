@@ -101,11 +101,11 @@ def run_of(folder, layout, store, requests, share):
     def branch(one, name, rows):
         latent = one.latent if rows is None else one.latent.narrow(rows[0].dim, rows[0].start, rows[1])
         shape = (latent.shape[0], folder.family.num_channels(one.config), *latent.shape[2:])
-        shapes = [shape, *(tuple(one.conditioning[part].shape) for part in folder.family.components)]
+        shapes = [shape, *(tuple(one.conditioning[part].shape) for part in folder.family.components.names)]
         written = [store.create(each, one.latent.dtype)[0] for each in shapes]
         made.extend(written)
         return specs.Branch(store.share(latent.contiguous()), store.share(one.timestep), name, written[0],
-                            parts=dict(zip(folder.family.components, written[1:], strict=True)))
+                            parts=dict(zip(folder.family.components.names, written[1:], strict=True)))
 
     def step(rows=None, **settings):
         branches = [branch(one, name, rows) for name, one in zip(names, folder.branches, strict=True)]
@@ -115,7 +115,7 @@ def run_of(folder, layout, store, requests, share):
 
     step()
     step(stale=layout.displaced_degree > 1)
-    if layout.pipefusion_degree > 1 and not folder.family.components:
+    if layout.pipefusion_degree > 1 and not folder.family.components.names:
         for rows in cut_patches(folder.branches[0].latent.shape, folder.family.latent.patch, 2):
             step(rows)
     commands += [messages.DropConditioning(next(requests), names), messages.DropModel(next(requests), spec.name)]

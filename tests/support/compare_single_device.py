@@ -85,7 +85,7 @@ def save(one, folder):
     if one.family.is_comfyuis:
         return save_transformer(one.model, folder)
     own = folder / ("unet" if one.family.plan.is_unet else "transformer")
-    for part in one.family.extra_parts:
+    for part in one.family.folder.extra_parts:
         if hasattr(one.model, part):
             getattr(one.model, part).save_pretrained(folder / part)
             delattr(one.model, part)
@@ -158,7 +158,7 @@ class Run:
             made = [store.create(tuple(part.shape), torch.float64)[0] for part in wanted]
             self._compared += zip(made, wanted, strict=True)
             return specs.Branch(store.share(one.latent), store.share(one.timestep), names[number], made[0],
-                                parts=dict(zip(family.components, made[1:], strict=True)))
+                                parts=dict(zip(family.components.names, made[1:], strict=True)))
         predict = functools.partial(messages.Predict, options=specs.ForwardOptions(compile_backend=compile_backend))
         first = random.Random(f"{seed} {saved.name} {layout}").randrange(2)
         self.commands += [predict(next(requests), spec.name, self.layout, [branch(0), branch(other)],

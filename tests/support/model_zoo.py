@@ -160,7 +160,7 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
         conditioning["guiding_frame_index"] = torch.zeros(batch)
     elif apart:
         times = torch.rand(batch, APART[name](family, latent.shape), generator=generator).to(dtype)
-    if family.components:
+    if family.components.names:
         conditioning |= beside(family, config, generator, (latent.shape, audio), apart)
     return Example(model, family, config, latent, times, times * 0.7 * family.time_scale, {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in conditioning.items()})
@@ -175,8 +175,8 @@ def beside(family, config, generator, sizes, apart=False):
     """What a call of a model of video and audio has beside the video, as it reaches the workers. sizes: shape of the
     video, length of the audio."""
     found = {}
-    for name, shape in family.call_shapes(config, *sizes).items():
-        if name in family.components:
+    for name, shape in family.components.shapes(config, *sizes).items():
+        if name in family.components.names:
             found[name] = torch.randn(shape, generator=generator)
         elif name == "audio_times" and apart:
             found[name] = torch.rand(shape[0], sizes[1], 1, generator=generator)

@@ -3,7 +3,7 @@ diagonal."""
 
 import dataclasses
 
-from .common.family import SmallConfig
+from .common.family import FolderRules, SmallConfig
 from .common.inputs import config_of, has, size
 from .common.key_mapping import table
 from .common.split_linear import split_linears
@@ -32,7 +32,7 @@ OVIS = dataclasses.replace(
     config=config_of(**LONGCAT.config.rules | {
         "out_channels": size("final_layer.linear.weight", 0)}),
     convert=lambda tensors, config: FLUX.convert(KEYS(tensors, config), config), adapt_model=_adapt,
-    split_linears=GATED,
+    folder=FolderRules(split_linears=GATED),
     rope_options=FLUX.rope_options, ignored=("y", "guidance"),
     num_channels=FLUX.num_channels, arguments=LONGCAT.arguments | {"img_ids": LATENT.positions},
     activation_factors=FLUX.activation_factors | {"alone": 25.3, "residual": 3.3, "whole": 9.75, "held": 0.25,

@@ -5,7 +5,7 @@ from types import MethodType
 
 from torch import nn
 
-from .common.family import Family, SmallConfig
+from .common.family import Components, Family, SmallConfig
 from .common.inputs import blocks, compute_dtype_of, config_of, has, optional_size, size, stored_dtype
 from .common.native_module import native_arguments, same_names
 from .common.plan import BlockList, ModelPlan
@@ -84,8 +84,8 @@ TRIPOSPLAT = Family(
     convert=same_names, latent=LATENT, time_scale=1000.0, adapt_model=_adapt, computes_as_made=True,
     conditioning={"context": "cond_channels", "reference_image": None}, ignored=("latent_shapes",), unfold=unfold,
     arguments=native_arguments(LATENT, "context", times="t", ref_latents=reference_images),
-    components={"camera": lambda output: output}, split_components=split_components, first_component=first_component,
-    call_shapes=call_shapes, lengths={"camera": lambda conditioning: 1},
+    components=Components({"camera": lambda output: output}, split_components, call_shapes, first_component),
+    lengths={"camera": lambda conditioning: 1},
     num_heads=lambda config: config["model_channels"] // config["num_head_channels"],
     width=lambda config: config["model_channels"], num_channels=lambda config: config["out_channels"],
     pixels=lambda config: (1, 1, 1),

@@ -263,7 +263,7 @@ class Predictions:
                         for name, tensor in self._conditioning[branch.conditioning].items()}
         call_conditioning = {name: on_device(tensor[rows] if tensor.shape[0] == batch else tensor, self._device)
                              for name, tensor in self._call_conditioning(branch).items()}
-        conditioning |= {name: tensor.to(loaded.dtype) if name in loaded.family.components else tensor
+        conditioning |= {name: tensor.to(loaded.dtype) if name in loaded.family.components.names else tensor
                          for name, tensor in call_conditioning.items()}
         keeping = {} if exchange is None else {"exchange": exchange, "first_image": first}
         if exchange is None and (command.keep or command.patch is not None):

@@ -186,7 +186,7 @@ class RemoteModel:
             width = self.setup.transformer_config[self.family.conditioning["context"]]
             context = x.new_zeros(len(x), 0, width)
         check_call(self.family, x, timestep, context)
-        x, rescaled_options, finish = self.family.rescale_components(x, timestep, extra, transformer_options)
+        x, rescaled_options, finish = self.family.components.rescale(x, timestep, extra, transformer_options)
         extra = self.family.unfold(extra | scales_of(self.family, transformer_options) | variant_of(self.family))
         diffusion_model = self.modules[""][0]
         refuse_call(self.family, transformer_options, {"context": context, **extra}, diffusion_model)
@@ -199,9 +199,9 @@ class RemoteModel:
         from . import cfg_branches as branches
         schedule, sigmas = transformer_options.get("sample_sigmas"), transformer_options.get("sigmas")
         call_conditioning, components = self.family.per_call_inputs(timestep, transformer_options), {}
-        if self.family.components and isinstance(x, list):
-            components = {name: torch.zeros(latent.shape) for name, latent in zip(self.family.components, x[1:])}
-            x, timestep, call_conditioning = self.family.split_components(x, timestep, self.setup.transformer_config,
+        if self.family.components.names and isinstance(x, list):
+            components = {name: torch.zeros(latent.shape) for name, latent in zip(self.family.components.names, x[1:])}
+            x, timestep, call_conditioning = self.family.components.split(x, timestep, self.setup.transformer_config,
                                                                           transformer_options)
         sigmas = timestep if sigmas is None else sigmas
         sigma = sigmas.max().item()
@@ -238,7 +238,7 @@ class RemoteModel:
         if scores is not None:
             scores.write(x.device)
         first, *others = (latent.to(x.device) for latent in (prediction, *components.values()))
-        return [self.family.first_component(first), *others] if components else first
+        return [self.family.components.first(first), *others] if components else first
 
     def runs_branches_separately(self):
         """Whether two branches are two calls for the workers rather than one with twice the batch."""

@@ -109,7 +109,7 @@ def test_a_folder_is_what_the_single_file_is(comfyui, kind):
     config, expected = ({key: value for key, value in one.model.model_config.unet_config.items() if key != OF_DROPPED}
                         for one in (proxy, single))
     # else a folder says in full what a file leaves to ComfyUI
-    if family.folder_metadata(open_checkpoint(folder).folder) is None:
+    if family.folder.metadata(open_checkpoint(folder).folder) is None:
         assert config == expected
 
 

@@ -66,6 +66,48 @@ class Sampled:
 
 
 @dataclass(frozen=True)
+class FolderRules:
+    """Differences of a diffusers folder from a single file of ComfyUI's or the publisher's."""
+
+    # config.json setting -> the tensor that expresses it in single files, by its presence or its length (Qwen-Image)
+    marker_tensors: dict[str, str] = field(default_factory=dict)
+    # subfolder with tensors of the model -> (name of a tensor there) -> ComfyUI's name, which begins with one of
+    # Family.text_prefixes, or None (Anima's text conditioner)
+    extra_parts: dict[str, Callable] = field(default_factory=dict)
+    # (checkpoints.diffusers_folder.Folder) -> its settings as the metadata of a single file, or None (LTX-Video)
+    metadata: Callable = lambda folder: None
+    arguments: tuple[str, ...] = ()        # config arguments that `metadata` has read
+    # path suffix of the linears that adapt_model has split (split_linear.py): a folder has them fused (Ovis)
+    split_linears: str = ""
+
+
+@dataclass(frozen=True)
+class Components:
+    """Latents with several components, such as video and audio (LTX-2)."""
+
+    # conditioning that holds a component after the first -> (the forward's output for it) -> the component. The forward
+    # then returns a tuple with one output for each component.
+    unpack: dict[str, Callable] = field(default_factory=dict)
+    # (latents, times, config, transformer_options) -> (first component, its timestep, {conditioning: tensor of this
+    # call only}). times: one for each component, or one for all.
+    split: Callable | None = None
+    # (config, shape of the first component, length of the second or None) -> {conditioning: shape} returned by split
+    shapes: Callable | None = None
+    # (prediction in the layout of split's first component) -> the prediction in ComfyUI's layout
+    first: Callable = lambda prediction: prediction
+    options: tuple[str, ...] = ()          # keys of transformer_options that split reads
+    # (latents, timestep, ComfyUI's arguments, transformer_options) -> (latents as the model takes them,
+    # transformer_options for split, function from the model's prediction to that for the given latents). ComfyUI's
+    # class does this outside the wrappers of its forward (MiniMax H3).
+    rescale: Callable = lambda latents, timestep, arguments, options: (latents, options, lambda found: found)
+
+    @property
+    def names(self):
+        """Conditioning that holds a component after the first, in order; (): latents have one component."""
+        return tuple(self.unpack)
+
+
+@dataclass(frozen=True)
 class Family:
     """Everything that this project knows about one model family.
 
@@ -137,8 +179,6 @@ class Family:
     class_arguments: Callable = lambda config: config
     # ComfyUI's class computes tables in its constructor, and so cannot be built on the meta device (ACE-Step 1.5)
     computes_as_made: bool = False
-    # path suffix of the linears that adapt_model has split (split_linear.py): a diffusers folder has them fused (Ovis)
-    split_linears: str = ""
     keep_in_compute_dtype: tuple[str, ...] = ()                # modules, parameters that ComfyUI does not store smaller
     # (conditioning of ComfyUI) -> the RoPE options that ComfyUI's BaseModel of this family sets itself, or None
     # (LongCat)
@@ -159,34 +199,10 @@ class Family:
     settings: dict[str, tuple] = field(default_factory=dict)
     # config arguments that ComfyUI infers from the tensors; they are not read from a folder's config.json
     config_from_tensors: tuple[str, ...] = ()
-    # config.json setting of a folder -> the tensor that expresses it in single files, by its presence or its length
-    # (Qwen-Image)
-    marker_tensors: dict[str, str] = field(default_factory=dict)
-    # subfolder of a diffusers folder with tensors of the model -> (name of a tensor there) -> ComfyUI's name, which
-    # begins with one of text_prefixes, or None (Anima's text conditioner)
-    extra_parts: dict[str, Callable] = field(default_factory=dict)
-    # (checkpoints.diffusers_folder.Folder) -> its settings as the metadata of a single file, or None (LTX-Video)
-    folder_metadata: Callable = lambda folder: None
-    folder_arguments: tuple[str, ...] = ()                     # config arguments that folder_metadata has read
+    folder: FolderRules = field(default_factory=FolderRules)   # what a diffusers folder has otherwise than a file
     sampled: Sampled | None = None         # for families that ComfyUI has no model of
 
-    # --- latents with several components, such as video and audio (LTX-2) ---
-    # conditioning that holds a component after the first -> (the forward's output for it) -> the component. The forward
-    # then returns a tuple with one output for each component.
-    components: dict[str, Callable] = field(default_factory=dict)
-    # (latents, times, config, transformer_options) -> (first component, its timestep, {conditioning: tensor of this
-    # call only}). times: one for each component, or one for all.
-    split_components: Callable | None = None
-    # (prediction in the layout of split_components' first component) -> the prediction in ComfyUI's layout
-    first_component: Callable = lambda prediction: prediction
-    # (config, shape of the first component, length of the second or None) -> {conditioning: shape} returned by
-    # split_components
-    call_shapes: Callable | None = None
-    options: tuple[str, ...] = ()          # keys of transformer_options that split_components reads
-    # (latents, timestep, ComfyUI's arguments, transformer_options) -> (latents as the model takes them,
-    # transformer_options for split_components, function from the model's prediction to that for the given latents).
-    # ComfyUI's class does this outside the wrappers of its forward (MiniMax H3).
-    rescale_components: Callable = lambda latents, timestep, arguments, options: (latents, options, lambda found: found)
+    components: Components = field(default_factory=Components)  # of a latent that has several
 
     # --- sizes, as functions of the config ---
     num_heads: Callable = lambda config: config["num_attention_heads"]     # None: a U-Net, whose tokens are not sharded
@@ -198,7 +214,7 @@ class Family:
 
     def with_split_linears(self, tensors):
         """Split the fused linears of a diffusers folder, {name: tensor}, that the model has as two."""
-        return split_tensors(tensors, self.split_linears)
+        return split_tensors(tensors, self.folder.split_linears)
 
     def taken_channels(self, config):
         """Channels of ComfyUI's input to its model: those of the latent, and those of images concatenated to it."""
@@ -252,14 +268,16 @@ class Family:
 
     def prediction(self, output, latent):
         """Convert the forward's output to the layout of the latent and ComfyUI's sign."""
-        prediction = self.latent.unpack(output[0] if self.components else output, latent)
+        prediction = self.latent.unpack(output[0] if self.components.names else output, latent)
         return prediction if self.sign == 1 else prediction * self.sign
 
     def component_predictions(self, output):
         """Convert the forward's output for the latent's components after the first: {name: prediction shaped like
         the component}."""
+        if not self.components.names:
+            return {}
         return {name: unpack(tokens) * self.sign
-                for (name, unpack), tokens in zip(self.components.items(), output[1:])} if self.components else {}
+                for (name, unpack), tokens in zip(self.components.unpack.items(), output[1:])}
 
     def token_counts(self, shape, conditioning, patch=None):
         """Count the tokens of every stream: {"image": ..., "text": ...}.

@@ -131,7 +131,7 @@ class Calls:
         here = {key: self.memory.share(torch.ones(self.sized(size)))
                 for key, size in self.run.call_conditioning.items()}
         latents = {key: self.memory.share(torch.zeros(self.sized(self.run.call_conditioning[key])))
-                   for key in family.components or () if key in here}
+                   for key in family.components.names if key in here}
         residuals = family.control_shapes(config, shape) if self.run.has_control else {}
         control = {point: self.memory.share(torch.zeros(shape[0], *size)) for point, size in residuals.items()}
         return Branch(latent, timestep, name, written, control, call_conditioning=here, parts=latents)
