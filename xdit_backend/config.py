@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .protocol.devices import resolve_devices
 from .protocol.errors import ConfigError
-from .protocol.specs import ATTENTIONS, AUTO, EXCHANGES, MODES, WHOLE, Layout
+from .protocol.specs import ATTENTIONS, AUTO, EXCHANGES, MODES, WHOLE, ForwardOptions, Layout
 
 WARMUPS = ("auto", "whole", "micro_batches", "sequence")
 DEGREES = tuple(field.name for field in dataclasses.fields(Layout))
@@ -66,9 +66,10 @@ class ParallelConfig:
                                   f"{field.name}={str(value)[:MAX_SHOWN]} is not.")
 
     @property
-    def compile_backend(self):
-        """torch.compile's backend; "": eager."""
-        return "inductor" if self.compile == "blocks" else ""
+    def forward_options(self):
+        """The ForwardOptions of these settings."""
+        return ForwardOptions(compile_backend="inductor" if self.compile == "blocks" else "", exchange=self.exchange,
+                              extrapolation=self.forecast_keys_values)
 
     @property
     def num_stage_blocks(self):

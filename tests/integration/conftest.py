@@ -128,7 +128,7 @@ class ComfyUI:
         made = conditioning_of(families()[kind], self.transformer_config(kind), generator, {"context": tokens},
                                size=in_dims(families()[kind], size) if families()[kind].is_comfyuis else ())
         pooled = made.get("y", made.get("clip_text_pooled"))
-        if pooled is not None and families()[kind].is_unet:    # the rest of it ComfyUI makes of the picture's size
+        if pooled is not None and families()[kind].plan.is_unet:    # the rest of it ComfyUI makes of the picture's size
             pooled = pooled[:, :1280] if pooled.ndim > 1 and not families()[kind].has_frames_as_batch else None
         options = {} if pooled is None else {"pooled_output": pooled}
         if families()[kind].has_frames_as_batch:               # of which ComfyUI makes the vector
@@ -194,11 +194,11 @@ class ComfyUI:
         size = in_dims(family, size)
         config = self.transformer_config(kind)
         video = torch.zeros(batch, family.num_channels(config), *size)
-        if not family.components:
+        if not family.components.names:
             return {"samples": video}
-        [beside] = family.components
-        return {"samples": in_parts(family.first_component(video),
-                                    torch.zeros(family.call_shapes(config, video.shape, audio)[beside]))}
+        [beside] = family.components.names
+        return {"samples": in_parts(family.components.first(video),
+                                    torch.zeros(family.components.shapes(config, video.shape, audio)[beside]))}
 
     @contextmanager
     def cancelled_amid(self, text):

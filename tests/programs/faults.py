@@ -40,7 +40,7 @@ from xdit_backend.host.client import Client
 from xdit_backend.partition import cut_patches
 from xdit_backend.protocol.errors import XDiTError
 from xdit_backend.protocol.shared_memory import SegmentStore
-from xdit_backend.protocol.specs import Layout, Stages, WeightCopies
+from xdit_backend.protocol.specs import ForwardOptions, Layout, Stages, WeightCopies
 from xdit_backend.tools.bench.sampler import Method, Model, Sampling, sample
 from xdit_backend.tools.bench.vae import random_decoder
 
@@ -160,7 +160,8 @@ class Host:
             vae = Autoencoder("vae", "float64", lambda: self._vae)
             return self.client.autoencoders.decode(vae, self._latent, (2, 192, 192, 3)).clone()
         one, spec, degrees = self.model(format_)[1], self.spec(layout, format_), self.layouts[layout]
-        call = Call(one.latent, one.timestep, one.conditioning, copies=WeightCopies(is_shared=layout in SHARING))
+        call = Call(one.latent, one.timestep, one.conditioning, options=ForwardOptions(
+            copies=WeightCopies(is_shared=layout in SHARING)))
         channels = one.latent.shape[1]
         patches = cut_patches(one.latent.shape, (2, 2), 3) if degrees.pipefusion_degree > 1 else None
         try:

@@ -34,7 +34,7 @@ def families_table():
     """Each family's support for each method."""
     rows = []
     for family in FAMILIES.values():
-        rejected = {*family.refused, *(UNET_REJECTS if family.is_unet else ())}
+        rejected = {*family.refused, *(UNET_REJECTS if family.plan.is_unet else ())}
         rows.append([family.title, family.cfg, "no" if "data" in rejected else "yes",
                      *("no" if rejected & {*needed} else "yes" for needed in METHODS.values())])
     return table(["model", "CFG", "data", *METHODS], rows)

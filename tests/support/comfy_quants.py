@@ -42,8 +42,8 @@ def save_comfy_quant(path, source, format_, options={}, more=None):
     if format_ == "mxfp8" and not HAS_MXFP8:
         pytest.skip("this PyTorch has no type for the scales of mxfp8")
     family, tensors, plain, quantised = open_checkpoint(source).family, {}, {}, []
-    blocks = [list_.file_prefix for list_ in family.blocks] or (["down_blocks.", "up_blocks."] if family.is_replicated
-                                                                else [".transformer_blocks."])
+    blocks = ([list_.file_prefix for list_ in family.blocks] or [f"{name}." for name in family.plan.nested_lists]
+              or [".transformer_blocks."])
     names = {name for name in matrices(source) if any(block in name for block in blocks)}
     for name, tensor in load_file(source).items():
         written = MIXED[len(quantised) % len(MIXED)] if format_ == "mixed" else format_

@@ -102,5 +102,6 @@ def use(folder, exact=True):
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     backends.capability_of = lambda device: HOPPER
-    for name, kernel in backends.BACKENDS.items() if exact else ():
+    packages = {name: kernel for name, kernel in backends.BACKENDS.items() if kernel.module}
+    for name, kernel in packages.items() if exact else ():
         backends.BACKENDS[name] = dataclasses.replace(kernel, dtypes=(*kernel.dtypes, torch.float64))

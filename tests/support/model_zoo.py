@@ -52,7 +52,7 @@ class Example:
 
 # All, but for those that need a newer diffusers than is installed.
 CONFIGS = {name: family.test_config.config for name, family in FAMILIES.items()
-           if not family.is_unet and not any(refusal.__name__ == "older_diffusers" and refusal({})
+           if not family.plan.is_unet and not any(refusal.__name__ == "older_diffusers" and refusal({})
                                              for refusal in family.refusals)}
 
 
@@ -79,8 +79,8 @@ BARE = [name for name, config in CONFIGS.items() if name in FOLDERS and not FAMI
 ALIKE = ("PixArt-Alpha", "HunyuanImage", "HunyuanImage refiner", "HunyuanImage distilled",
          "HunyuanVideo 1.5 distilled", "AnyFlow", "CogVideoX-I2V", "Z-Image-Omni", "AuraFlow", "Cosmos-Predict1",
          "Cosmos-Predict2", "Anima", "CogVideoX 1.5", "Mochi", "HunyuanDiT", "LTX-2")
-UNETS = {name: family.test_config.config for name, family in FAMILIES.items() if family.takes_unet_patches}
-WHOLE = [name for name, family in FAMILIES.items() if family.is_replicated]          # U-shaped too, but of ComfyUI's
+UNETS = {name: family.test_config.config for name, family in FAMILIES.items() if family.plan.takes_unet_patches}
+WHOLE = [name for name, family in FAMILIES.items() if family.plan.hooks == "replicated"]  # U-shaped too, but ComfyUI's
 # what references are called, of families that have some
 WITH_REFERENCES = {name: word for name in CONFIGS for word in ("ref_latents", "context_latents")
                    if word in FAMILIES[name].conditioning}
@@ -160,7 +160,7 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
         conditioning["guiding_frame_index"] = torch.zeros(batch)
     elif apart:
         times = torch.rand(batch, APART[name](family, latent.shape), generator=generator).to(dtype)
-    if family.components:
+    if family.components.names:
         conditioning |= beside(family, config, generator, (latent.shape, audio), apart)
     return Example(model, family, config, latent, times, times * 0.7 * family.time_scale, {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in conditioning.items()})
@@ -175,8 +175,8 @@ def beside(family, config, generator, sizes, apart=False):
     """What a call of a model of video and audio has beside the video, as it reaches the workers. sizes: shape of the
     video, length of the audio."""
     found = {}
-    for name, shape in family.call_shapes(config, *sizes).items():
-        if name in family.components:
+    for name, shape in family.components.shapes(config, *sizes).items():
+        if name in family.components.names:
             found[name] = torch.randn(shape, generator=generator)
         elif name == "audio_times" and apart:
             found[name] = torch.rand(shape[0], sizes[1], 1, generator=generator)

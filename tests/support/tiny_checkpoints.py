@@ -206,7 +206,7 @@ def detect_thin():
     for kind, family in families().items():
         detected = getattr(comfy.supported_models, DETECTED.get(kind, family.test_config.detected) or "", None)
         arguments = family.test_config.arguments | VARIANTS.get(kind, (kind, {}))[1]
-        if family.is_unet and not family.is_replicated:             # a class of its own for what is compared
+        if family.plan.hooks == "unet":                            # a class of its own for what is compared
             thin = {key: arguments[key] for key in detected.unet_config if key in arguments}
             place = 0 if kind in DETECTED else len(models)     # what says more comes first, as in ComfyUI's own list
             models.insert(place, type(f"Thin{detected.__name__}", (detected,),

@@ -81,7 +81,7 @@ class Transformer:
     def _block_of(self, name):
         """Index of the block of a tensor of the file, over all lists; None for tensors outside the blocks."""
         first = 0
-        if self.family.is_unet or name.startswith(self.family.plan.shared_parameters):
+        if self.family.plan.is_outside(name):
             return None
         for list_ in self.family.blocks:
             prefixes = ([f"{each}." for each in list_.names] if self.checkpoint.folder_config is not None

@@ -141,7 +141,7 @@ class Network:
 
 def add_to_blocks(context, position, outputs):
     """Add the residuals of a forward's networks after a block to this rank's image tokens, in place."""
-    for number, (use, network) in enumerate(context.networks):
+    for number, (use, network) in enumerate(context.patches.networks):
         if use.where != "blocks":
             continue
         tokens = context.tokens
@@ -153,9 +153,9 @@ def add_to_blocks(context, position, outputs):
 
 def _hint(context, number, use, tokens):
     """The control image of a network, for this rank's image tokens."""
-    if ("network", number) not in context.cuts:
-        context.cuts["network", number] = context.control.take(use.image)
-    return context.cuts["network", number].to(tokens.dtype)
+    if ("network", number) not in context.state.cuts:
+        context.state.cuts["network", number] = context.patches.control.take(use.image)
+    return context.state.cuts["network", number].to(tokens.dtype)
 
 
 def install_lllite(block, number, layers, current):
@@ -170,7 +170,7 @@ def _with_lllite(forward, name, current):
     @functools.wraps(forward)
     def with_lllite(tensor):
         context = None if torch.compiler.is_compiling() else current()
-        for number, (use, network) in enumerate(context.networks if context is not None else ()):
+        for number, (use, network) in enumerate(context.patches.networks if context is not None else ()):
             added = (network.of_layer(name, tensor, _hint(context, number, use, tensor)) if use.where == "layers"
                      else None)
             if added is not None:
@@ -187,23 +187,25 @@ def install_audio(block, number, names, current):
 
     def running():
         context = None if torch.compiler.is_compiling() else current()
-        return None if context is None or not any(use.where == "audio" for use, _ in context.networks) else context
+        if context is None or not any(use.where == "audio" for use, _ in context.patches.networks):
+            return None
+        return context
 
     @functools.wraps(normalise)
     def normalised(tokens):
         if context := running():
-            context.cuts["hidden_states"] = tokens             # to which the block will add its attention
+            context.state.cuts["hidden_states"] = tokens       # to which the block will add its attention
         return normalise(tokens)
 
     @functools.wraps(attend)
     def attended(*args, **kwargs):
         found = attend(*args, **kwargs)
         if context := running():
-            before = context.cuts["hidden_states"].to(found.dtype)
-            for use, network in context.networks:
+            before = context.state.cuts["hidden_states"].to(found.dtype)
+            for use, network in context.patches.networks:
                 if use.where == "audio":
                     found = found + network.of_audio(number, before + found, _frames(context, network, found),
-                                                     context.cuts.get("speakers")) * use.strength
+                                                     context.state.cuts.get("speakers")) * use.strength
         return found
     norm.forward, attention.forward = normalised, attended
 
@@ -214,20 +216,20 @@ def _frames(context, network, tokens_BTC):
         raise UnsupportedError("Remove Bernini Conditioning, or InfiniteTalk: InfiniteTalk's audio is for frames of "
                                "the video only, and references have none.")
     key = "audio_frames", network.num_frames()
-    if key not in context.cuts:
+    if key not in context.state.cuts:
         indices, num_tokens = token_indices_of(context, ("image",), tokens_BTC.device)
-        context.cuts[key] = indices // (num_tokens // network.num_frames())
-    return context.cuts[key]
+        context.state.cuts[key] = indices // (num_tokens // network.num_frames())
+    return context.state.cuts[key]
 
 
 def has_layer_networks(context):
     """True if a network changes layers inside blocks, which compiled graphs do not support."""
-    return any(use.where in ("layers", "audio") for use, _ in context.networks)
+    return any(use.where in ("layers", "audio") for use, _ in context.patches.networks)
 
 
 def with_networks(context, where, which, input_BTC):
     """The input of an attention's key ("0") or value ("1") projection, plus the additions of a forward's networks."""
-    for use, network in context.networks:
+    for use, network in context.patches.networks:
         added = network.of_values(which, input_BTC) if use.where == where else None
         if added is not None:
             input_BTC = input_BTC + added * use.strength
@@ -240,7 +242,7 @@ def with_images(context, block, query_BNTH, out_BNTH, attend):
     image calls it."""
     name, level = block
     own = _own_tokens(context, level, query_BNTH.shape[2])
-    for use, network in context.networks:
+    for use, network in context.patches.networks:
         if use.where != "text":
             continue
         for key, value, mask, first in network.of_images(name, use.rows, query_BNTH):
@@ -285,5 +287,5 @@ def text_attentions(model, num_levels):
 def control_names(context, positions):
     """Names of the entries of a call's `control` that this rank's blocks take, in order: control images of networks,
     and insertion points of ControlNets and the like. positions: BlockPositions of all blocks."""
-    return [*(use.image for use, _ in context.networks if use.image),
+    return [*(use.image for use, _ in context.patches.networks if use.image),
             *(name for position in positions if position.index in context.blocks for name in position.control)]

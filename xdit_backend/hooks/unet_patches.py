@@ -58,9 +58,9 @@ class ControlBlocks:
     def _added(self, tensor_BCHW, point):
         """The tensor plus the residual of this insertion point, if any."""
         context = self._running()
-        if context is None or point not in context.control:
+        if context is None or point not in context.patches.control:
             return tensor_BCHW
-        return (tensor_BCHW + context.control.take(point)).to(tensor_BCHW.dtype)
+        return (tensor_BCHW + context.patches.control.take(point)).to(tensor_BCHW.dtype)
 
 
 class ShrinkBlocks:
@@ -90,7 +90,7 @@ class ShrinkBlocks:
                 return output
             image, *rest = output if isinstance(output, tuple) else (output,)
             image = self._shrunk(image, number, False)
-            self._running().skip_sizes[number] = image.shape[2:]
+            self._running().state.skip_sizes[number] = image.shape[2:]
             return (image, *rest) if isinstance(output, tuple) else image
         return hooked
 
@@ -108,13 +108,13 @@ class ShrinkBlocks:
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
             if self._settings() and following >= 0:
-                kwargs["upsample_size"] = self._running().skip_sizes[following]
+                kwargs["upsample_size"] = self._running().state.skip_sizes[following]
             return forward(*args, **kwargs)
         return hooked
 
     def _settings(self):
         context = self._running()
-        return () if context is None else [each for each in context.free_u if isinstance(each, Shrink)]
+        return () if context is None else [each for each in context.patches.free_u if isinstance(each, Shrink)]
 
     def _shrunk(self, image_BCHW, number, is_after_skip):
         for shrink in self._settings():

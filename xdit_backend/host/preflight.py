@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from ..memory.system_memory import available_memory
+from ..planner.descriptions import gigabytes
 from ..protocol.devices import own_name
 from ..protocol.errors import WorkerStartError
-from .oom_report import gigabytes
 
 MIN_VERSIONS = {"torch": (2, 6), "diffusers": (0, 35)}
 WORKER_BYTES = 2 ** 28                     # system RAM that a worker needs for its libraries, before it loads a model

@@ -5,7 +5,7 @@ import dataclasses
 
 import torch.nn.functional as F
 
-from .common.family import SmallConfig
+from .common.family import FolderRules, SmallConfig
 from .common.inputs import because, config_of, from_conditioning, has, needs_diffusers
 from .common.key_mapping import table
 from .cosmos import COSMOS, is_cosmos
@@ -58,7 +58,7 @@ ANIMA = dataclasses.replace(
     config=config_of(**COSMOS.config.rules, _conditioner=_conditioner),
     convert=_convert, adapt_model=_adapt, text_prefixes=(ADAPTER,),
     config_from_tensors=(*COSMOS.config_from_tensors, "_conditioner"),
-    extra_parts={"text_conditioner": lambda name: ADAPTER + name},
+    folder=FolderRules(extra_parts={"text_conditioner": lambda name: ADAPTER + name}),
     conditioning={"context": "text_embed_dim", "t5xxl_ids": None, "t5xxl_weights": None},
     arguments=COSMOS.arguments | {"ids": from_conditioning("t5xxl_ids"), "weights": from_conditioning("t5xxl_weights")},
     plan=dataclasses.replace(COSMOS.plan, cacheable_outside={"text_conditioner": "run"}),

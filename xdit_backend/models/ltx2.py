@@ -7,11 +7,12 @@ A latent has two components, or the video alone. Conditioning frames and guides 
 import dataclasses
 
 from ..protocol.errors import CheckpointError
-from .common.family import SmallConfig
+from .common.family import Components, SmallConfig
 from .common.inputs import because, config_of, from_conditioning, has
 from .common.key_mapping import table
 from .common.ltx_tokens import IS_LTX, bounds
 from .common.plan import BlockList, ModelPlan
+from .common.tp_plan import COLWISE
 from .ltx import LTX
 from .ltx2_audio import (
     ARGUMENTS,
@@ -30,7 +31,7 @@ from .ltx2_audio import (
     unpack_audio,
 )
 from .ltx2_block import AGAIN, choose_block
-from .ltx2_folder import CONNECTORS
+from .ltx2_folder import FOLDER, TEXT_PREFIXES
 
 FROM_TENSORS = ("apply_gated_attention",
                 "caption_proj_before_connector")              # settings that the tensors imply too
@@ -128,10 +129,10 @@ LTX2 = dataclasses.replace(
            if name != "caption_channels"},
         **RULES, caption_channels=lambda shapes: _text_width(shapes) // 2, _text_width=_text_width),
     settings=LTX.settings | SETTINGS, convert=KEYS, adapt_model=_adapt, config_from_tensors=("_text_width",),
-    **CONNECTORS,
+    folder=FOLDER, text_prefixes=TEXT_PREFIXES,
     conditioning=LTX.conditioning | {"context": "_text_width", "ref_audio": None, AGAIN: None},
     unfold=lambda conditioning: unfold(LTX.unfold(conditioning)), ignored=(*LTX.ignored, "audio_denoise_mask"),
-    components={"audio": unpack_audio}, split_components=split_components, call_shapes=call_shapes,
+    components=Components({"audio": unpack_audio}, split_components, call_shapes),
     lengths={"audio": num_audio},
     stream_widths={"audio": "audio_cross_attention_dim"}, arguments=LTX.arguments | ARGUMENTS | {
         "encoder_hidden_states": lambda call: _text(call)[0],
@@ -146,7 +147,7 @@ LTX2 = dataclasses.replace(
         streams={"hidden_states": "image", "audio_hidden_states": "audio"}, outputs=("image", "audio"), needs_text=True,
         attention={"attn1": VIDEO, "audio_attn1": AUDIO},
         cross_attention={"audio_to_video_attn": (VIDEO, AUDIO), "video_to_audio_attn": (AUDIO, VIDEO)}, tokens=TOKENS,
-        of_heads=("query_rotary_emb", "key_rotary_emb"),
+        tp_plan={"*attn*.to_gate_logits": COLWISE}, of_heads=("query_rotary_emb", "key_rotary_emb"),
         cacheable={f"{name}.to_{kind}": "step" for name in ("attn2", "audio_attn2") for kind in "kv"},
         cacheable_outside={"caption_projection": "run", "audio_caption_projection": "run"}),
     test_config=SmallConfig(

@@ -3,6 +3,8 @@ of the connectors and the model."""
 
 import re
 
+from .common.family import FolderRules
+
 # ComfyUI's prefix -> diffusers'
 CONNECTOR_NAMES = {"connector": "video_connector", "audio_connector": "audio_connector"}
 SIZES = ("attention_head_dim", "cross_attention_dim", "caption_channels", "audio_attention_head_dim",
@@ -38,6 +40,7 @@ def folder_metadata(folder):
         "caption_proj_before_connector": early, "caption_projection_first_linear": not early}
 
 
-CONNECTORS = {"text_prefixes": ("video_embeddings_connector.", "audio_embeddings_connector."),
-              "extra_parts": {"connectors": connectors_name}, "folder_metadata": folder_metadata,
-              "folder_arguments": ("rope_type", "rope_double_precision", "cross_attn_timestep_scale_multiplier")}
+TEXT_PREFIXES = "video_embeddings_connector.", "audio_embeddings_connector."
+FOLDER = FolderRules(
+    extra_parts={"connectors": connectors_name}, metadata=folder_metadata,
+    arguments=("rope_type", "rope_double_precision", "cross_attn_timestep_scale_multiplier"))

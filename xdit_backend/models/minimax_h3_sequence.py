@@ -61,7 +61,7 @@ def _with_noise(latent, seed):
 
 
 def rescale_audio(latents, timestep, arguments, options):
-    """Family.rescale_components.
+    """Components.rescale.
 
     From ComfyUI 0.31.0 on, the sampler has one schedule, the video's: the payload's audio_scale s makes the sampler's
     audio latent the model's times sigma_video / sigma_audio, and its velocity

@@ -10,6 +10,7 @@ from .common.pixel_blocks import PREFIX, SIDE, adapt_model, convert, full_rows, 
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
 from .common.rope_scaling import moves
+from .common.tp_plan import COLWISE, GATHERED, QKV, REPLICATED, ROWWISE, styled
 
 NATIVE, CHANNELS, TEXT = "comfy.ldm.pixeldit.model:PixDiT_T2I", 3, 300         # largest number of text tokens
 LATENT, IMAGE, BOTH = Unpacked((SIDE, SIDE)), ("image",), ("text", "image")
@@ -64,8 +65,10 @@ PIXELDIT = Family(
         positions={"_fetch_patch_pos": Cut(TokenArgument(0, IMAGE), full_rows),
                    "pixel_embedder.pixels": pixels_of_patch},
         # most of their outputs are values for each pixel
-        unsplit=("adaLN_modulation_msa", "adaLN_modulation_mlp", "compress_to_attn", "expand_from_attn", "mlp.fc1",
-                 "mlp.fc2"),
+        tp_plan=styled(REPLICATED, "adaLN_modulation_msa", "adaLN_modulation_mlp", "compress_to_attn",
+                       "expand_from_attn", "mlp.fc1", "mlp.fc2")
+        | styled(QKV, "attn.qkv", "attn.qkv_*") | styled(ROWWISE, "attn.proj", "attn.proj_*", "mlp_*.w2")
+        | styled(COLWISE, "mlp_*.w1", "mlp_*.w3") | {"adaLN_modulation_*.*": GATHERED},
         cacheable={"adaLN_modulation_img": "step", "adaLN_modulation_txt": "step"},
         cacheable_outside={"y_embedder": "run"}),
     test_config=SmallConfig(SMALL, NATIVE, {name: size for name, size in SMALL.items() if not name.startswith("_")} | {

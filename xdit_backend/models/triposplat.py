@@ -5,10 +5,11 @@ from types import MethodType
 
 from torch import nn
 
-from .common.family import Family, SmallConfig
+from .common.family import Components, Family, SmallConfig
 from .common.inputs import blocks, compute_dtype_of, config_of, has, optional_size, size, stored_dtype
 from .common.native_module import native_arguments, same_names
 from .common.plan import BlockList, ModelPlan
+from .common.tp_plan import COLWISE, REPLICATED, ROWWISE, styled
 from .triposplat_latents import Row, call_shapes, first_component, reference_images, split_components, unfold
 
 LATENT, SHAPE, ALL = Row((1, 1)), ("image",), ("image", "text", "camera")
@@ -83,8 +84,8 @@ TRIPOSPLAT = Family(
     convert=same_names, latent=LATENT, time_scale=1000.0, adapt_model=_adapt, computes_as_made=True,
     conditioning={"context": "cond_channels", "reference_image": None}, ignored=("latent_shapes",), unfold=unfold,
     arguments=native_arguments(LATENT, "context", times="t", ref_latents=reference_images),
-    components={"camera": lambda output: output}, split_components=split_components, first_component=first_component,
-    call_shapes=call_shapes, lengths={"camera": lambda conditioning: 1},
+    components=Components({"camera": lambda output: output}, split_components, call_shapes, first_component),
+    lengths={"camera": lambda conditioning: 1},
     num_heads=lambda config: config["model_channels"] // config["num_head_channels"],
     width=lambda config: config["model_channels"], num_channels=lambda config: config["out_channels"],
     pixels=lambda config: (1, 1, 1),
@@ -96,7 +97,8 @@ TRIPOSPLAT = Family(
                 BlockList("blocks", "blocks.", "num_blocks", returns=(ALL,), paired="repo_layers")),
         streams={"x": ALL}, attention={"attn": ALL}, outputs=("image", "camera"), positions={"anchors": _of_patch},
         # not split: each head has its own positions
-        unsplit=UNSPLIT, unstaged_blocks=("context_refiner",),
+        tp_plan={"mlp.mlp.0": COLWISE, "mlp.mlp.2": ROWWISE} | styled(REPLICATED, *UNSPLIT),
+        unstaged_blocks=("context_refiner",),
         cacheable_outside={"cond_embedder": "run", "cond_embedder2": "run", "context_refiner": "run",
                            "adaLN_modulation": "step"}),
     test_config=SmallConfig(SMALL, NATIVE, SMALL | {

@@ -39,13 +39,13 @@ def patch_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, layer):
         order = order if context.patch is None else _cached_order(context, layer.key_streams, k_BNTH.shape[2])
     if not any(attention.sizes):                               # this patch only has keys for the next step's first one
         return query
-    mask = gathered_mask(context.masks, order, q_BNTH)
+    mask = gathered_mask(context.state.masks, order, q_BNTH)
     return gather_heads(attention.local(q_BNTH, k_BNTH, v_BNTH, mask), scattered, mesh, traffic)
 
 
 def _cached_order(context, streams, num_keys):
     """Order of the cached keys, as from Tokens.gathered_order: other streams first, then the image."""
-    if "image" in context.masks:
+    if "image" in context.state.masks:
         raise UnsupportedError("Use cfg_degree, ulysses_degree or ring_degree instead: this model masks tokens of "
                                "its image, which PipeFusion does not support yet.")
     others = [(stream, 0, context.tokens.held(stream)) for stream in streams if stream != "image"]

@@ -120,3 +120,8 @@ def table(ordered, chosen, one):
                      f"{one.seconds / other.seconds:>6.2f}x {memory.total / 1e9:>10.2f} {memory.weights / 1e9:>8.2f} "
                      f"{memory.keys_values / 1e9:>13.2f} {memory.activations / 1e9:>12.2f}  {notes}")
     return lines
+
+
+def gigabytes(num_bytes):
+    """Format a size in GB or MB."""
+    return f"{num_bytes / 2 ** 30:.1f} GB" if num_bytes >= 2 ** 30 else f"{num_bytes / 2 ** 20:.0f} MB"

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic.dataclasses import dataclass
 
 from .shared_memory import Segment
-from .validation import STRICT, ByName, Degree, Many, Natural, Speed
+from .validation import STRICT, ByName, Degree, Many, Natural, Share, Speed
 
 # metadata of a field whose segments the workers write; the host fills all others
 RESULT = {"is_result": True}
@@ -180,6 +180,19 @@ class WeightCopies:
     # ranks with the same weights copy one shard each and all-gather them; False: each copies everything, which is
     # better where these ranks are not equally busy
     is_shared: bool = False
+
+
+@dataclass(frozen=True, config=STRICT)
+class ForwardOptions:
+    """Options of a model's forwards, the same for all branches of a command. They are passed on as one object, from the
+    user's settings (config.ParallelConfig) to the forward (hooks.forward_context.ForwardContext)."""
+
+    backend: BackendChoice = dataclasses.field(default_factory=BackendChoice)  # attention backend
+    compile_backend: str = ""      # of torch.compile, for the blocks; "": not compiled
+    exchange: str = WHOLE          # communication dtype of attention, one of EXCHANGES
+    # factor of the last change that is added to stale keys, values and activations; constant during a run
+    extrapolation: Share = 0.0
+    copies: WeightCopies = dataclasses.field(default_factory=WeightCopies)     # of streamed weights
 
 
 # --- one call of the model ---

@@ -89,9 +89,9 @@ def operations_of(family, config, transformer_options):
     """
     found = {}
     for kind, replaced in transformer_options.get("patches_replace", {}).items():
-        if kind == image_adapters.KIND and family.is_unet:           # sampling/image_adapters.py
+        if kind == image_adapters.KIND and family.plan.is_unet:           # sampling/image_adapters.py
             continue
-        blocks = _blocks(family, config, kind)
+        blocks = family.plan.patched_blocks(config, kind)
         if replaced and not blocks:
             raise _ignored_patches(family, kind)
         for key, function in replaced.items():
@@ -104,7 +104,7 @@ def operations_of(family, config, transformer_options):
                 # scores are those of the negative prompt
                 if operation != "scores" or 1 in transformer_options.get("cond_or_uncond", ()):
                     found[name] = operation
-            elif family.takes_unet_patches:
+            elif family.plan.takes_unet_patches:
                 raise UnsupportedError(f"Remove the node that replaces attention in {name}, or use Load Diffusion "
                                        f"Model: for {family.name} xDiT supports this in the middle block only.")
     return found
@@ -114,7 +114,7 @@ def guided_of(family, transformer_options):
     """Return the specs.Nag of a call in their order; () for a call with one prompt, in which ComfyUI's nodes do
     nothing. Raises UnsupportedError if ComfyUI's model ignores such patches."""
     functions, prompts = _guiding(transformer_options), transformer_options.get("cond_or_uncond", ())
-    if functions and not (family.takes_unet_patches or family.plan.takes_output_patches):
+    if functions and not family.plan.takes_output_patches:
         raise _ignored_patches(family, OUTPUT)
     if not (0 in prompts and 1 in prompts):
         return ()
@@ -169,7 +169,7 @@ def caches_references(family, transformer_options):
     removing = _of_operation("reference_removal", transformer_options).get("post_input", [])
     if not (caching or removing):
         return False
-    if family.takes_unet_patches or family.plan.cached_references is None:
+    if family.plan.cached_references is None:
         raise UnsupportedError(f"Remove Flux KV Cache: it is for Flux models, and this is {family.name}.")
     if len(caching) != 1 or caching != [cell(function, CACHE).cell_contents for function in removing]:
         raise UnsupportedError("Use Flux KV Cache once, without changing its patches: this MODEL has patches of "
@@ -189,7 +189,7 @@ def free_u_of(family, transformer_options, control=None):
     """Return the specs.FreeU and Shrink of a call in their order. Raises UnsupportedError if ComfyUI's model ignores
     them, and as unet_patches.joins_of."""
     functions = transformer_options.get("patches", {}).get(OUTPUT_BLOCK, ())
-    if functions and not family.takes_unet_patches:
+    if functions and not family.plan.takes_unet_patches:
         raise _ignored_patches(family, OUTPUT_BLOCK)
     return unet_patches.joins_of(family, transformer_options, control, functions)
 
@@ -217,7 +217,7 @@ def tiles_of(family, config, transformer_options, shape):
     functions = _of_operation("tiles", transformer_options).get("attn1_patch", [])
     if not functions:
         return {}
-    if not family.takes_unet_patches:
+    if not family.plan.takes_unet_patches:
         raise _ignored_patches(family, "attn1_patch")
     if family.has_frames_as_batch or config["only_cross_attention"]:
         raise UnsupportedError(f"Remove HyperTile: some tokens that it cuts into tiles in {family.name} are not pixels "
@@ -347,12 +347,3 @@ def _writes_scores(function):
 def _ignored_patches(family, kind):
     return UnsupportedError(f"Remove the node ({NODES}): ComfyUI's {family.name} does not support the patches that it "
                             f"adds to this workflow ({kind}) and would silently ignore them.")
-
-
-def _blocks(family, config, kind):
-    """Names of the blocks that patches of a kind can replace."""
-    if family.takes_unet_patches:
-        depths = config["transformer_layers_per_block"]
-        return {"middle.0", *(f"middle.0.{number}" for number in range(depths[-1]))} if kind == "attn1" else set()
-    return {f"{list_.patched}_block.{number}" for list_ in family.blocks if list_.patched and kind == "dit"
-            for number in range(config[list_.count])}

@@ -13,7 +13,7 @@ REFUSED_KEYS = frozenset({
     "ref_contexts", "ref_latent", "ref_latents", "ref_mask_flag", "ref_mask_latents", "reference_latent", "sam_latents",
     "siglip_feats", "strength", "time_context", "time_dim_concat", "time_dim_replace", "txt_byt5", "y"})
 # names in comfy.model_base.ModelType: how a sampler's sigma and latent become those of the model. With FLOW_AV the
-# latent of audio is scaled, see Family.rescale_components.
+# latent of audio is scaled, see Components.rescale.
 MODEL_TYPES = frozenset({"EPS", "V_PREDICTION", "V_PREDICTION_EDM", "STABLE_CASCADE", "EDM", "FLOW",
                          "V_PREDICTION_CONTINUOUS", "FLUX", "IMG_TO_IMG", "FLOW_COSMOS", "IMG_TO_IMG_FLOW",
                          "V_PREDICTION_DDPM"})

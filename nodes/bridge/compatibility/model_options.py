@@ -173,7 +173,7 @@ def _model_options(options, family):
 
 def _without(family, options):
     """The transformer_options without those that the family's model reads, as ComfyUI's does."""
-    own = {*family.options, *(["rope_options"] if SCALES in family.conditioning else [])}
+    own = {*family.components.options, *(["rope_options"] if SCALES in family.conditioning else [])}
     return {key: value for key, value in options.items() if key not in own}
 
 

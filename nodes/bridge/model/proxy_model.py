@@ -59,8 +59,7 @@ def load_proxy(path, weight_dtype, config):
     check_model_type(family, base_model)
     spec_of = functools.partial(checkpoint.spec, dtype_name(storage_dtype), quantisation=quantisation,
                                 fast=weight_dtype == FAST)
-    dims = None if family.is_unet else dims_of(family, model, spec_of(dtype_name(compute_dtype)),
-                                             tuple(map(capability_of, devices)))
+    dims = dims_of(family, model, spec_of(dtype_name(compute_dtype)), tuple(map(capability_of, devices)))
     device_bytes = list(map(memory_of, devices))
     placement = placement_of(config, devices, device_bytes, checkpoint, dims, model, dtype_name(compute_dtype))
 
@@ -73,7 +72,7 @@ def load_proxy(path, weight_dtype, config):
         spec = with_host_bytes(spec_of(dtype, *placement, weights_memory=budget_bytes), checkpoint, model)
         own = dims and dataclasses.replace(dims, element_bytes=getattr(torch, dtype).itemsize)
         setup = Setup(spec, checkpoint, latent_format, config, devices, own, device_bytes)
-        of_unet = functools.partial(unet_run_memory, family, model) if family.is_unet else None
+        of_unet = functools.partial(unet_run_memory, family, model) if dims is None else None
         lighter = functools.partial(_lighter_bytes, checkpoint, spec, detection.dtypes)
         plan_of = functools.partial(offload_plan, model, family, spec)
         return setup, MemoryCheck(setup, plan_of, of_unet, lighter, packed_sizes)

@@ -31,7 +31,7 @@ def networks_of(family, config, transformer_options, x, modules):
     uses, images = [], {}
     for kind, functions in networks_in(transformer_options).items():
         if kind == "double_block" and not any(list_.added == kind for list_ in family.blocks) or (
-                kind != "double_block" and not family.takes_unet_patches):
+                kind != "double_block" and not family.plan.takes_unet_patches):
             raise UnsupportedError(f"Remove the node that adds model patches ({kind}): it does not support "
                                    f"{family.name}.")
         for function in functions:
@@ -82,7 +82,7 @@ def _audio_networks(family, config, transformer_options, x):
     functions, masks = audio_networks_in(transformer_options)
     if not functions:
         return []
-    if family.is_unet or not family.plan.audio_attention:
+    if not family.plan.audio_attention:
         raise UnsupportedError(f"Remove WanInfiniteTalkToVideo: it is for Wan, and this is {family.name}.")
     audio = transformer_options["audio_embeds"]               # (1, frames, T of one for all speakers, C)
     _check_audio(family, audio, masks, x)

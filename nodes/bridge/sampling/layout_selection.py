@@ -71,7 +71,7 @@ class Estimates:
             return calls
         copies = WeightCopies(all(device.host_pageable for device in machine.devices),
                               plan is not None and plan.chosen.shards_weights)
-        return [dataclasses.replace(call, copies=copies) for call in calls]
+        return [dataclasses.replace(call, options=dataclasses.replace(call.options, copies=copies)) for call in calls]
 
     def num_patches(self, job):
         """Estimated fastest number of patches of a PipeFusion run with offloaded weights; 0 without offloaded weights

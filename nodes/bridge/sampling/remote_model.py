@@ -186,7 +186,7 @@ class RemoteModel:
             width = self.setup.transformer_config[self.family.conditioning["context"]]
             context = x.new_zeros(len(x), 0, width)
         check_call(self.family, x, timestep, context)
-        x, rescaled_options, finish = self.family.rescale_components(x, timestep, extra, transformer_options)
+        x, rescaled_options, finish = self.family.components.rescale(x, timestep, extra, transformer_options)
         extra = self.family.unfold(extra | scales_of(self.family, transformer_options) | variant_of(self.family))
         diffusion_model = self.modules[""][0]
         refuse_call(self.family, transformer_options, {"context": context, **extra}, diffusion_model)
@@ -199,9 +199,9 @@ class RemoteModel:
         from . import cfg_branches as branches
         schedule, sigmas = transformer_options.get("sample_sigmas"), transformer_options.get("sigmas")
         call_conditioning, components = self.family.per_call_inputs(timestep, transformer_options), {}
-        if self.family.components and isinstance(x, list):
-            components = {name: torch.zeros(latent.shape) for name, latent in zip(self.family.components, x[1:])}
-            x, timestep, call_conditioning = self.family.split_components(x, timestep, self.setup.transformer_config,
+        if self.family.components.names and isinstance(x, list):
+            components = {name: torch.zeros(latent.shape) for name, latent in zip(self.family.components.names, x[1:])}
+            x, timestep, call_conditioning = self.family.components.split(x, timestep, self.setup.transformer_config,
                                                                           transformer_options)
         sigmas = timestep if sigmas is None else sigmas
         sigma = sigmas.max().item()
@@ -216,14 +216,16 @@ class RemoteModel:
         scores = scores_of(*requested, x.shape, self.config.displaced_degree if self.config.mode == "manual" else 1)
         residuals = self.additions.residuals(self, (x, timestep, context), transformer_options, extra)
         networks, images = networks_of(*requested, x, self.modules)
+        options = self.config.forward_options
         call = Call(x, timestep, self.family.tensors({"context": context, **extra, **style_of(*requested, x)}),
                     control=control_residuals(*requested[:2], control, x.shape) | residuals | images,
                     networks=networks,
                     free_u=free_u_of(self.family, transformer_options, control), tiles=tiles_of(*requested, x.shape),
                     operations=operations_of(*requested), scores=scores and scores.buffer, parts=components,
                     guided=guided_of(self.family, transformer_options), call_conditioning=call_conditioning,
-                    exchange=self.config.exchange, backend=call_backend(self.config, transformer_options),
-                    compile_backend=transformer_options.get(COMPILE, self.config.compile_backend))
+                    options=dataclasses.replace(
+                        options, backend=call_backend(self.config, transformer_options),
+                        compile_backend=transformer_options.get(COMPILE, options.compile_backend)))
         check_conditioning(self.setup, call.conditioning, x)
         call = self._references.used_by(call, self.setup, transformer_options)
         num_branches = len(transformer_options.get("cond_or_uncond", ()))
@@ -236,7 +238,7 @@ class RemoteModel:
         if scores is not None:
             scores.write(x.device)
         first, *others = (latent.to(x.device) for latent in (prediction, *components.values()))
-        return [self.family.first_component(first), *others] if components else first
+        return [self.family.components.first(first), *others] if components else first
 
     def runs_branches_separately(self):
         """Whether two branches are two calls for the workers rather than one with twice the batch."""

@@ -309,7 +309,7 @@ def _asked_to_compile(monkeypatch, model):
     submit = type(client).submit
 
     def noted(self, spec, layout, num_channels, calls, *more, **options):
-        requested.update(call.compile_backend for call in calls)
+        requested.update(call.options.compile_backend for call in calls)
         return submit(self, spec, layout, num_channels, calls, *more, **options)
     monkeypatch.setattr(type(client), "submit", noted)
     return requested

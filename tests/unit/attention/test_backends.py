@@ -15,18 +15,16 @@ from xdit_backend.attention import backends
 from xdit_backend.attention.backends import BACKENDS, BackendUse, attend, attend_with_lse, repeat_heads
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE, build_mesh
-from xdit_backend.hooks.replicated_unet import ReplicatedHooks
-from xdit_backend.hooks.transformer import Hooks
-from xdit_backend.hooks.unet import UNetHooks
+from xdit_backend.hooks.install import install_hooks
 from xdit_backend.host.calls import refuse_unusable
 from xdit_backend.parallel import sequence_parallel
 from xdit_backend.parallel.sequence_parallel import Attention, usp_attention
 from xdit_backend.parallel.stale_kv_cache import KeyValues
 from xdit_backend.protocol.errors import UnsupportedError
-from xdit_backend.protocol.specs import BackendChoice, Layout
+from xdit_backend.protocol.specs import BackendChoice, ForwardOptions, Layout
 
 FP64, BF16 = torch.float64, torch.bfloat16
-NAMES = sorted(BACKENDS)
+NAMES = sorted(name for name, backend in BACKENDS.items() if backend.module)
 
 
 @contextmanager
@@ -131,14 +129,13 @@ def test_blocks_attend_by_the_kernel_compiled_or_not(installed, name, backend):
     """Whole, and with keys and values that are kept for patches."""
     one = example(name)
     wanted = one.run()
-    kind = ReplicatedHooks if one.family.is_replicated else UNetHooks if one.family.is_unet else Hooks
-    hooks = kind(one.model, one.family.plan)
+    hooks = install_hooks(one.model, one.family.plan)
     kept = {"key_values": KeyValues(), "first_image": 0, "num_images": 1}
     torch._dynamo.reset()
-    for keeping in [{}] if one.family.is_unet else [{}, kept]:
+    for keeping in [{}] if one.family.plan.is_unet else [{}, kept]:
         use = BackendUse("flash", True)
         context = one.loaded(hooks).context(SINGLE, Traffic(), one.latent, one.timestep, one.conditioning, backend=use,
-                                            compile_backend=backend, **keeping)
+                                            options=ForwardOptions(compile_backend=backend), **keeping)
         out = one.family.prediction(hooks.run(context)[0], one.latent)
 
         within((out - wanted).abs().max(), 1e-10)

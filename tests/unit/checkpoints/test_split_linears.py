@@ -24,7 +24,7 @@ from xdit_backend.checkpoints.quantisation import kitchen_layers
 from xdit_backend.checkpoints.tensor_sharding import resident_bytes
 from xdit_backend.checkpoints.weight_deltas import change_weights
 from xdit_backend.protocol.shared_memory import SegmentStore
-from xdit_backend.protocol.specs import Change, Stages
+from xdit_backend.protocol.specs import Change, ForwardOptions, Stages
 from xdit_backend.tools.bench.size import parse_layout
 from xdit_backend.tools.dry_run.commands import Run
 from xdit_backend.tools.dry_run.example_inputs import conditioning_shapes
@@ -96,7 +96,7 @@ def test_compiled_blocks_hold_halves_as_they_are(file_of, tmp_path, how):
     loaded = loaded_of(open_checkpoint(file_as(how, file_of, tmp_path)).spec("float32", "float32"))
 
     with torch.inference_mode():
-        assert torch.equal(prediction(loaded, compile_backend="eager"), prediction(loaded))
+        assert torch.equal(prediction(loaded, options=ForwardOptions(compile_backend="eager")), prediction(loaded))
 
 
 @pytest.mark.parametrize("how", by_default(FEW, HELD))

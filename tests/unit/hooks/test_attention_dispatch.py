@@ -10,6 +10,7 @@ from xdit_backend.attention.backends import BackendUse
 from xdit_backend.comfyui.install_location import find_comfyui
 from xdit_backend.comfyui.native_models import class_at
 from xdit_backend.hooks.attention_dispatch import AttentionFunctions
+from xdit_backend.hooks.forward_context import HookState
 from xdit_backend.models import FAMILIES
 from xdit_backend.worker.self_check import check_split
 
@@ -26,7 +27,8 @@ class Container:
 
 
 def functions(backend=None):
-    return AttentionFunctions(lambda: SimpleNamespace(attention=None, backend=backend) if backend else None, False)
+    context = SimpleNamespace(state=HookState(), backend=backend) if backend else None
+    return AttentionFunctions(lambda: context, False)
 
 
 def test_tensors_in_containers_attend_as_tensors():

@@ -12,7 +12,7 @@ from tests.unit.host.conftest import call_of, layout
 from xdit_backend.host import torchrun
 from xdit_backend.host.client import Client
 from xdit_backend.protocol.errors import UnsupportedError
-from xdit_backend.protocol.specs import BackendChoice
+from xdit_backend.protocol.specs import BackendChoice, ForwardOptions
 
 
 def test_workers_attend_by_the_package_that_they_have_and_tell_so(spec_of, tmp_path, monkeypatch, supervisor):
@@ -26,7 +26,7 @@ def test_workers_attend_by_the_package_that_they_have_and_tell_so(spec_of, tmp_p
 
     def predict(name, **degrees):
         before = client.backend_counts
-        call = dataclasses.replace(call_of(one), backend=BackendChoice(name, True))
+        call = dataclasses.replace(call_of(one), options=ForwardOptions(backend=BackendChoice(name, True)))
         result, = client.predict(spec_of("SD3", "bfloat16"), layout(**degrees), 4, [call])
         return result, dict(client.backend_counts - before)
     try:

@@ -18,7 +18,7 @@ from xdit_backend.host.client import Client
 from xdit_backend.host.weight_updates import Change
 from xdit_backend.protocol import specs
 from xdit_backend.protocol.errors import CopyError, WorkerDiedError
-from xdit_backend.protocol.specs import WeightCopies
+from xdit_backend.protocol.specs import ForwardOptions, WeightCopies
 
 METHODS = by_default([{"ulysses": 2}], [{"cfg": 2}, {"ulysses": 2}, {"ring": 2}, {"data": 2}, {"displaced": 2}])
 
@@ -40,7 +40,8 @@ class Asked:
             self.calls.append(call_of(dataclasses.replace(one, conditioning=tensors)))
 
     def submit(self, is_shared, num_calls=2):
-        calls = [dataclasses.replace(call, copies=WeightCopies(is_shared=is_shared)) for call in self.calls]
+        options = ForwardOptions(copies=WeightCopies(is_shared=is_shared))
+        calls = [dataclasses.replace(call, options=options) for call in self.calls]
         return self.client.submit(self.spec, self.layout, self.channels, calls[:num_calls])
 
     def predict(self, is_shared=True, num_calls=2):

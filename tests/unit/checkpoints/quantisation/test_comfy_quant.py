@@ -39,7 +39,7 @@ WHOLE = [(kind, format_) for kind in KINDS for format_ in FORMATS
          if (kind != "sdxl" or format_ not in PACKED)
          and (kind == "sd3" or format_ in ("mixed", "int8_per_row") or (kind, format_) in DEFAULT)] + HALVED
 LAYERS = [(kind, format_) for kind, family in families().items() for format_ in FORMATS
-          if not (family.takes_unet_patches and format_ in PACKED)]
+          if not (family.plan.takes_unet_patches and format_ in PACKED)]
 
 
 def moved(seed):

@@ -31,7 +31,7 @@ UNETS = ("one", "cfg2", "displaced2")
 # Blocks of a published model that is not alike in all of them, None: all. Every fifth of VACE has one more, every fifth
 # of Wan Animate reads faces, and a fifth of Boogu's have two attentions.
 FEWEST = {"wan2.1-vace-14b-480p": 5, "wan2.2-animate-14b-480p": 5, "boogu-image": None}
-LAYOUTS = {name: [layout for layout in (UNETS if family.is_unet else TRANSFORMERS)
+LAYOUTS = {name: [layout for layout in (UNETS if family.plan.is_unet else TRANSFORMERS)
                   if not any(getattr(parse_layout(layout), f"{method}_degree") > 1 for method in family.refused)
                   and ("-" not in layout or name not in ALIKE)]
            for name, family in FAMILIES.items()}
@@ -127,7 +127,7 @@ def weights_of(row, layout_name, rank=-1, storage="bfloat16", item_bytes=0):
     in_file = model.state_dict().keys() if item_bytes else ()
     here, indices, total = own_blocks(model, family, spec, rank), block_indices(model, family.blocks), 0
     for name, tensor, dtype in storage_dtypes(model, family, spec):
-        is_outside = family.is_unet or name.startswith(family.plan.shared_parameters)
+        is_outside = family.plan.is_unet or name.startswith(family.plan.shared_parameters)
         block = None if is_outside else indices.get(block_path(name))
         if block is None or block in here:
             share = splits[name].share(degree, rank % degree) if name in splits else 1
