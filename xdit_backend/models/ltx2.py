@@ -29,7 +29,7 @@ from .ltx2_audio import (
     unfold,
     unpack_audio,
 )
-from .ltx2_block import AGAIN, choose_block
+from .ltx2_block import AGAIN, update_context
 from .ltx2_folder import CONNECTORS
 
 FROM_TENSORS = ("apply_gated_attention",
@@ -82,7 +82,7 @@ def _adapt(model, config):
                               f"({', '.join(FROM_TENSORS)}), as if it were missing or from another file.")
     now, forward, norms_again = [], model.forward, [False]
     for block in model.transformer_blocks:
-        choose_block(block, lambda: norms_again[0])
+        update_context(block, lambda: norms_again[0])
     for module in model.modules():
         if "rope_type" in vars(module):
             module.rope_type = config["_rope_type"]
