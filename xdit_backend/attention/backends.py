@@ -1,4 +1,5 @@
-"""Attention backends of a rank: torch SDPA, and the packages FlashAttention, SageAttention and xFormers.
+"""Attention backends of a rank: torch SDPA, and the packages FlashAttention, SageAttention, xFormers and
+comfy-kitchen.
 
 # B batch, N heads, T tokens, H head size
 """
@@ -42,6 +43,10 @@ class AttentionBackend:
     takes_groups: bool = True              # supports grouped-query attention
     takes_masks: bool = False
     gives_lse: Callable = lambda module: True              # whether the installed version returns log-sum-exp
+    lse_since: str = ""                    # first version that does, where an older one runs; "": none
+    function: str = ""                     # attribute of the module that older versions lack
+    since: str = ""                        # first version that has it
+    quantises: bool = False                # rounds queries and keys to 8 bits
 
 
 @dataclass
@@ -56,7 +61,11 @@ class BackendUse:
     def exact(self):
         """This choice for a call with low_precision_attention=False: PyTorch SDPA instead of SageAttention, as in
         ComfyUI."""
-        return BackendUse(counts=self.counts) if self.name == "sage" else self
+        return self.unquantised() if self.name == "sage" else self
+
+    def unquantised(self):
+        """This choice for queries and keys of unequal magnitude: PyTorch SDPA instead of a backend that rounds them."""
+        return BackendUse(counts=self.counts) if self.name in BACKENDS and BACKENDS[self.name].quantises else self
 
 
 @functools.lru_cache
@@ -86,15 +95,28 @@ def _xformers(module, q_BTNH, k_BTNH, v_BTNH, bias, scale, with_lse):
     return module.memory_efficient_attention(q_BTNH, k_BTNH, v_BTNH, attn_bias=bias, scale=scale), None
 
 
+def _comfy_kitchen(module, q_BTNH, k_BTNH, v_BTNH, bias, scale, with_lse):
+    """comfy-kitchen (github.com/Comfy-Org/comfy-kitchen). It computes float32 in bfloat16, as in ComfyUI."""
+    out_BNTH = module.int8_attention(*(each.transpose(1, 2) for each in (q_BTNH, k_BTNH, v_BTNH)), scale=scale,
+                                     attn_mask=bias)
+    return out_BNTH.transpose(1, 2), None
+
+
 # the names are choices of the setting as well: protocol.specs.ATTENTIONS and BackendChoice
 BACKENDS = {
     "flash": AttentionBackend("FlashAttention 2", "flash_attn", "flash-attn", _flash),
     "flash3": AttentionBackend("FlashAttention 3", "flash_attn_interface", "flash-attn-3", _flash, (9, 0),
                                only_major=9),
     "sage": AttentionBackend("SageAttention", "sageattention", "sageattention", _sage, head_sizes=(64, 128),
-                            gives_lse=lambda module: _takes(module.sageattn, "return_lse")),
+                            gives_lse=lambda module: _takes(module.sageattn, "return_lse"), lse_since="2",
+                            quantises=True),
     "xformers": AttentionBackend("xFormers", "xformers.ops", "xformers", _xformers, (6, 0),
                                 dtypes=(*HALF, torch.float32), takes_groups=False, takes_masks=True),
+    "comfy_kitchen_int8": AttentionBackend("comfy-kitchen's int8 attention", "comfy_kitchen", "comfy-kitchen",
+                                           _comfy_kitchen, (7, 5), dtypes=(*HALF, torch.float32),
+                                           head_sizes=(64, 128, 256), takes_masks=True,
+                                           gives_lse=lambda module: False, function="int8_attention", since="0.2.31",
+                                           quantises=True),
 }
 
 
@@ -145,7 +167,8 @@ def _fits(q_BNTH, k_BNTH, v_BNTH, use, mask, is_causal, with_lse):
     else:
         brief, reason = _misfit(backend, q_BNTH, v_BNTH, use, with_lse)
         if brief and use.is_required:
-            raise UnsupportedError(f"Set attention to sdpa in xDiT Parallel Config: {backend.title} {reason}.")
+            raise UnsupportedError("Set attention to sdpa in xDiT Parallel Config, or remove the node that selects "
+                                   f"{use.name}: {backend.title} {reason}.")
     use.counts[f"{SDPA} ({brief})" if brief else use.name] += 1
     return not brief
 
@@ -165,8 +188,9 @@ def _misfit(backend, q_BNTH, v_BNTH, use, with_lse):
         return f"heads of {head_size}", (f"takes a head size of at most {backend.head_sizes[-1]}, the same for queries "
                                          f"and values, and this model has {head_size} and {v_BNTH.shape[3]}")
     if with_lse and not backend.gives_lse(module):
-        return "Ring", (f"gives no log-sum-exp in the installed version, which ring_degree needs; with "
-                        f"{backend.package} 2, or ulysses_degree instead of ring_degree, it can be used")
+        newer = f"{backend.package} {backend.lse_since}, or " if backend.lse_since else ""
+        return "Ring", ("gives no log-sum-exp in the installed version, which ring_degree needs; with "
+                        f"{newer}ulysses_degree instead of ring_degree, it can be used")
     return "", ""
 
 
@@ -187,9 +211,9 @@ def _run(q_BNTH, k_BNTH, v_BNTH, use, mask, scale, with_lse):
         out, lse = backend.call(use.modules[use.name], *(each.transpose(1, 2) for each in inputs), bias, scale,
                                 with_lse)
     except REFUSALS as error:
-        raise UnsupportedError(f"Set attention to sdpa in xDiT Parallel Config: {backend.title} rejects queries of "
-                               f"shape {tuple(q_BNTH.shape)} and type {_name(q_BNTH.dtype)} "
-                               f"({type(error).__name__}: {str(error)[:200]}).") from error
+        raise UnsupportedError("Set attention to sdpa in xDiT Parallel Config, or remove the node that selects "
+                               f"{use.name}: {backend.title} rejects queries of shape {tuple(q_BNTH.shape)} and type "
+                               f"{_name(q_BNTH.dtype)} ({type(error).__name__}: {str(error)[:200]}).") from error
     out = out.transpose(1, 2)[..., :head_size]
     return out, None if lse is None else lse[..., :num_queries, None]
 
@@ -199,7 +223,9 @@ def _module(backend, use):
     if use.name not in use.modules:
         why = _why_absent(backend)
         try:
-            use.modules[use.name] = why or importlib.import_module(backend.module)
+            module = use.modules[use.name] = why or importlib.import_module(backend.module)
+            if not why and backend.function and not hasattr(module, backend.function):
+                use.modules[use.name] = f"needs {backend.package} {backend.since} or newer"
         except Exception as error:                             # e.g. a package built for another torch
             use.modules[use.name] = (f"cannot be imported ({type(error).__name__}: {str(error)[:200]}): reinstall "
                                      f"{backend.package} for PyTorch {torch.__version__}")
