@@ -187,6 +187,8 @@ class AttentionFunctions:
         key, value = one_key_per_group(now.module, query, key), one_key_per_group(now.module, query, value)
         query, padding = self.without_placeholders(query, now.streams, context)
         key, value = (self.without_placeholders(each, now.key_streams, context)[0] for each in (key, value))
+        if now.streams == now.key_streams and context.operations.get(now.position.patched) == "values":
+            return value if padding is None else F.pad(value, padding)
         if now.streams == now.key_streams:
             locate_speakers(context, query, key)
         if within is not None:

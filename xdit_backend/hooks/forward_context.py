@@ -97,6 +97,7 @@ class ForwardContext:
         """True if attention is more than the attention backend on this rank's tokens."""
         return (self.mesh.sequence_degree > 1 or self.key_values is not None or bool(self.masks)
                 or bool(self.guided) or bool(self.biases) or self.references is not None
+                or "values" in self.operations.values()
                 or any(network.has_two_speakers for _, network in self.networks))
 
     @property

@@ -259,7 +259,7 @@ class Hooks:
             arguments[name] = context.cuts.setdefault(name, token_indices_of(context, streams, device))
         if position.index in self._skips:
             arguments[self.plan.skip_name] = context.skips[self._skips[position.index]]
-        if context.operations.get(f"{list_.patched}_block.{position.number}") == "skip":
+        if context.operations.get(position.patched) == "skip":
             outputs = {streams: arguments[name] for name, streams in list_.streams.items()}
             output = tuple(outputs[streams] for streams in list_.returns)
         else:

@@ -8,6 +8,7 @@ import dataclasses
 
 from ..protocol.errors import CheckpointError
 from .common.family import SmallConfig
+from .common.forward_state import ForwardValue
 from .common.inputs import because, config_of, from_conditioning, has
 from .common.key_mapping import table
 from .common.ltx_tokens import IS_LTX, bounds
@@ -17,6 +18,7 @@ from .ltx2_audio import (
     ARGUMENTS,
     AUDIO,
     HAS_PROJECTION,
+    ISOLATED,
     PUBLISHED_SETTINGS,
     RULES,
     SETTINGS,
@@ -80,9 +82,9 @@ def _adapt(model, config):
         not config["use_prompt_embeddings"]) != tuple(config[f"_{name}"] for name in FROM_TENSORS):
         raise CheckpointError("Use the publisher's file: the metadata of this LTX-2 file contradicts its tensors "
                               f"({', '.join(FROM_TENSORS)}), as if it were missing or from another file.")
-    now, forward, norms_again = [], model.forward, [False]
+    now, forward, norms_again = [], model.forward, ForwardValue(model, False)
     for block in model.transformer_blocks:
-        update_context(block, lambda: norms_again[0])
+        update_context(block, norms_again.get)
     for module in model.modules():
         if "rope_type" in vars(module):
             module.rope_type = config["_rope_type"]
@@ -92,7 +94,8 @@ def _adapt(model, config):
             module.norm_q.eps = module.norm_k.eps = 1e-5
 
     def forward_at(*, most_times, num_references, is_normed_again, **inputs):
-        now[:], norms_again[:] = [most_times], [is_normed_again]
+        now[:] = [most_times]
+        norms_again.set(is_normed_again)
         if not num_references:
             return (forward(**inputs),)
         audio = inputs["audio_hidden_states"]
@@ -129,10 +132,10 @@ LTX2 = dataclasses.replace(
         **RULES, caption_channels=lambda shapes: _text_width(shapes) // 2, _text_width=_text_width),
     settings=LTX.settings | SETTINGS, convert=KEYS, adapt_model=_adapt, config_from_tensors=("_text_width",),
     **CONNECTORS,
-    conditioning=LTX.conditioning | {"context": "_text_width", "ref_audio": None, AGAIN: None},
+    conditioning=LTX.conditioning | {"context": "_text_width", "ref_audio": None, AGAIN: None, ISOLATED: None},
     unfold=lambda conditioning: unfold(LTX.unfold(conditioning)), ignored=(*LTX.ignored, "audio_denoise_mask"),
     components={"audio": unpack_audio}, split_components=split_components, call_shapes=call_shapes,
-    lengths={"audio": num_audio},
+    lengths={"audio": num_audio}, options=("a2v_cross_attn", "v2a_cross_attn", "stg_self_attn_blocks"),
     stream_widths={"audio": "audio_cross_attention_dim"}, arguments=LTX.arguments | ARGUMENTS | {
         "encoder_hidden_states": lambda call: _text(call)[0],
         "audio_encoder_hidden_states": lambda call: _text(call)[1],

@@ -9,6 +9,7 @@ from .common.ltx_tokens import NUM_HEADS
 from .common.plan import TokenArgument
 
 VIDEO, AUDIO, FREQUENCIES = ("image",), ("audio",), 16
+ISOLATED = "isolated"                      # conditioning of a call in which video and audio do not attend to each other
 FRAMES_A_TOKEN, AUDIO_TOKENS_A_FRAME = 8, 25 / 24
 HAS_PROJECTION = has("caption_projection.linear_2.weight")
 
@@ -134,7 +135,7 @@ ARGUMENTS = {
     "audio_hidden_states": _tokens, "audio_timestep": lambda call: 1000 * _times(call),
     "num_references": lambda call: num_references(call.conditioning),
     "audio_num_frames": lambda call: num_audio(call.conditioning),
-    "isolate_modalities": _is_silent,
+    "isolate_modalities": lambda call: _is_silent(call) or ISOLATED in call.conditioning,
     "audio_encoder_attention_mask": text_mask, "most_times": _most_times,
     "sigma": lambda call: _latest(call.timestep),
     "audio_sigma": lambda call: _latest(_times(call))}

@@ -1,5 +1,5 @@
-"""Video-to-audio attention of LTX-2's block in ComfyUI 0.31 and newer: it reads the video after audio-to-video attention
-has been added. In older versions, and in diffusers, both directions read the video from before.
+"""Video-to-audio attention of LTX-2's block in ComfyUI 0.31 and newer, which reads the video after audio-to-video
+attention has been added. In older versions, and in diffusers, both directions read the video from before.
 
 # B batch, T video tokens of this rank, C channels
 """

@@ -19,6 +19,7 @@ from .attention_override import OVERRIDE, backend_of, override_backend
 from .block_patches import operation_of
 from .comfyui_version import refuse_new_keys
 from .lora_bypass import refused_injections
+from .ltx_guidance import ignored_guidance
 from .proxy_modules import PULID_FLUX, changed_modules, is_module
 
 OURS = "xdit"                                                  # prefix of our own options
@@ -168,6 +169,8 @@ def _named(text, value):
 def _model_options(options, family):
     found = [f"{key} in its model_options" for key, value in options.items()
              if key not in MODEL_OPTIONS and not key.startswith(OURS) and not _is_empty(value)]
+    found += [f"{node}, which ComfyUI's model of {family.name} ignores,"
+              for node in ignored_guidance(family, options.get("sampler_post_cfg_function", ()))]
     return found + _transformer_options(_without(family, options.get("transformer_options", {})))
 
 

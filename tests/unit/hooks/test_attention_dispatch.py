@@ -55,7 +55,8 @@ def test_a_bias_in_queries_and_keys_is_not_rounded_to_8_bits(name, expected, mon
     monkeypatch.setattr(attention_dispatch, "attend", lambda query, key, value, context, layer, backend, scale:
                         backends.append(backend.name) or value)
     for biases in ({}, {"attn1": None}):
-        context = SimpleNamespace(backend=BackendUse(name), biases=biases, cuts={("bias", "attn1"): torch.zeros(1, 5, 2)},
+        context = SimpleNamespace(backend=BackendUse(name), biases=biases,
+                                  cuts={("bias", "attn1"): torch.zeros(1, 5, 2)},
                                   attention=SimpleNamespace(name="attn1", is_exact=False))
         functions()._biased(q, q, q, context, None)
 

@@ -1,7 +1,6 @@
-"""LTX-2's block as ComfyUI 0.31 and newer compute it, of which tests/integration/models/test_changed_comfyui.py compares
-one forward with ComfyUI's: with interleaved forwards, and compiled."""
+"""LTX-2's block as ComfyUI 0.31 and newer compute it: interleaved and compiled forwards equal a single one, which
+tests/integration/models/test_changed_comfyui.py compares with ComfyUI's."""
 
-import pytest
 import torch
 from torch._dynamo.utils import counters
 

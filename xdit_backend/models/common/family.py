@@ -184,7 +184,8 @@ class Family:
     # (config, shape of the first component, length of the second or None) -> {conditioning: shape} returned by
     # split_components
     call_shapes: Callable | None = None
-    options: tuple[str, ...] = ()          # keys of transformer_options that split_components reads
+    # keys of transformer_options that split_components reads, or of compatibility.ltx_guidance
+    options: tuple[str, ...] = ()
     # (latents, timestep, ComfyUI's arguments, transformer_options) -> (latents as the model takes them,
     # transformer_options for split_components, function from the model's prediction to that for the given latents).
     # ComfyUI's class does this outside the wrappers of its forward (MiniMax H3).
