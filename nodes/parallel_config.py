@@ -135,11 +135,13 @@ def _computing_inputs():
                        "single MODEL."),
         io.Combo.Input("attention", options=list(ATTENTIONS), default=ATTENTIONS[0], optional=True,
                        tooltip="The attention backend. as ComfyUI: the one that ComfyUI was started with "
-                       "(--use-sage-attention, --use-flash-attention, or xFormers if it is installed), otherwise, and "
-                       "where that one is unsupported, PyTorch SDPA. sdpa: PyTorch SDPA. flash "
-                       "(FlashAttention 2), flash3 (FlashAttention 3), xformers: equal up to rounding. sage "
-                       "(SageAttention): 8-bit, faster, and the image differs slightly. Each needs its package in "
-                       "ComfyUI's Python. Attention with a mask uses PyTorch SDPA, except with xformers."),
+                       "(--use-sage-attention, --use-flash-attention, --use-ck-attention, or xFormers if it is "
+                       "installed), otherwise, and where that one is unsupported, PyTorch SDPA. sdpa: PyTorch SDPA. "
+                       "flash (FlashAttention 2), flash3 (FlashAttention 3), xformers: equal up to rounding. sage "
+                       "(SageAttention), comfy_kitchen_int8 (comfy-kitchen): 8-bit, faster, and the image differs "
+                       "slightly; comfy_kitchen_int8 does not run with Ring attention. Each needs its package in "
+                       "ComfyUI's Python. Attention with a mask uses PyTorch SDPA, except with xformers and "
+                       "comfy_kitchen_int8."),
         io.Combo.Input("exchange", options=list(EXCHANGES), default=EXCHANGES[0], optional=True,
                        tooltip="The data type in which devices that split an image's tokens (Ulysses, Ring) send each "
                        "other queries, keys and values. fp8 sends about half the bytes, for slow links; the image "

@@ -193,12 +193,12 @@ export const ZH = {
     "请在“xDiT 并行配置”中设置多个设备，并运行一次：没有可测量的，因为只使用 {0}。",
   "Set weight_dtype to default, use a file of that type, or close other programs: the weights of {} do not fit in VRAM, and the offloaded ones need {} GB of system RAM, of which {} GB are free. Weights that are used as the file stores them need no RAM of their own.":
     "请把 weight_dtype 设为 default，使用该类型的文件，或关闭其他程序：{0} 的权重在显存中放不下，卸载的权重需要 {1} GB 内存，其中 {2} GB 空闲。按文件中的形式直接使用的权重不另占内存。",
-  "Set attention to sdpa in xDiT Parallel Config: {} {}.":
-    "请在 xDiT Parallel Config 中把 attention 设为 sdpa：{0} {1}。",
-  "Set attention to sdpa in xDiT Parallel Config: {} on {} {}.":
-    "请在 xDiT Parallel Config 中把 attention 设为 sdpa：{1} 上的 {0} {2}。",
-  "Set attention to sdpa in xDiT Parallel Config: {} rejects queries of shape {} and type {} ({}: {}).":
-    "请在 xDiT Parallel Config 中把 attention 设为 sdpa：{0} 拒绝形状为 {1}、类型为 {2} 的查询（{3}：{4}）。",
+  "Set attention to sdpa in xDiT Parallel Config, or remove the node that selects {}: {} {}.":
+    "请在 xDiT Parallel Config 中把 attention 设为 sdpa，或移除选择 {0} 的节点：{1} {2}。",
+  "Set attention to sdpa in xDiT Parallel Config, or remove the node that selects {}: {} on {} {}.":
+    "请在 xDiT Parallel Config 中把 attention 设为 sdpa，或移除选择 {0} 的节点：{2} 上的 {1} {3}。",
+  "Set attention to sdpa in xDiT Parallel Config, or remove the node that selects {}: {} rejects queries of shape {} and type {} ({}: {}).":
+    "请在 xDiT Parallel Config 中把 attention 设为 sdpa，或移除选择 {0} 的节点：{1} 拒绝形状为 {2}、类型为 {3} 的查询（{4}：{5}）。",
   "is not installed (package {})":
     "未安装（软件包 {0}）",
   "runs on CUDA devices of compute capability {}, and {}":
@@ -207,8 +207,12 @@ export const ZH = {
     "接受 {0}，而此模型以 {1} 计算",
   "takes a head size of at most {}, the same for queries and values, and this model has {} and {}":
     "接受最多 {0} 个数且查询与值相同的注意力头，而此模型的查询和值分别为 {1} 和 {2} 个数",
-  "gives no log-sum-exp in the installed version, which ring_degree needs; with {} 2, or ulysses_degree instead of ring_degree, it can be used":
-    "在已安装的版本中不给出 ring_degree 所需的 log-sum-exp；安装 {0} 2，或用 ulysses_degree 代替 ring_degree，即可使用",
+  "gives no log-sum-exp in the installed version, which ring_degree needs; with {} {}, or ulysses_degree instead of ring_degree, it can be used":
+    "在已安装的版本中不给出 ring_degree 所需的 log-sum-exp；安装 {0} {1}，或用 ulysses_degree 代替 ring_degree，即可使用",
+  "gives no log-sum-exp in the installed version, which ring_degree needs; with ulysses_degree instead of ring_degree, it can be used":
+    "在已安装的版本中不给出 ring_degree 所需的 log-sum-exp；用 ulysses_degree 代替 ring_degree 即可使用",
+  "needs {} {} or newer":
+    "需要 {0} {1} 或更新版本",
   "cannot be imported ({}): reinstall {} for PyTorch {}":
     "无法导入（{0}）：请为 PyTorch {2} 重新安装 {1}",
   "Set compile to off in xDiT Parallel Config, or remove TorchCompileModel: PyTorch cannot compile this model here ({}).":
@@ -617,6 +621,8 @@ export const ZH = {
     "rank {0}（{1}）无法加入其他进程：{2}：{3}",
   "For a model that ComfyUI itself knows use its own loader and KSampler, on one GPU.":
     "对于 ComfyUI 自己支持的模型，请使用它自己的加载器和 K采样器，在单个 GPU 上运行。",
+  "a MiniMax Music 3 model, which xDiT does not run yet":
+    "MiniMax Music 3 模型，xDiT 尚不支持运行",
   "a detection or depth model, which generates no images":
     "检测或深度模型，不生成图像",
   "docs/reference/models.md lists what xDiT runs.":
@@ -812,6 +818,7 @@ export const ZH = {
   "no flash3": "没有 flash3",
   "no sage": "没有 sage",
   "no xformers": "没有 xformers",
+  "no comfy_kitchen_int8": "没有 comfy_kitchen_int8",
   "{}, attention by {}":
     "{0}，注意力由 {1} 计算",
   "{} ({}x as fast as one device) (estimate: {})":

@@ -50,7 +50,7 @@ EXAMPLES = [
                      [specs.Branch(SEGMENT, SEGMENT, "conditioning-1", SEGMENT)]),
     messages.Predict(5, "flux-1", specs.Layout(), [specs.Branch(
         SEGMENT, SEGMENT, "conditioning-1", SEGMENT,
-        networks=(specs.NetworkUse("network-1", "blocks", 0.5, "picture.0"),))]),
+        networks=(specs.NetworkUse("network-1", "blocks", 0.5, "image.0"),))]),
     messages.Predict(5, "flux-1", specs.Layout(), [], specs.Patch(2, 4, 16), keep=True),
     messages.LoadAutoencoder(6, specs.AutoencoderSpec("vae-1", "float32", {"conv_in.weight": SEGMENT}, {"scale": "8"})),
     messages.LoadNetwork(6, specs.NetworkSpec("network-1", {"320.0.0.weight": SEGMENT}, {"320.0": "linear relu"})),

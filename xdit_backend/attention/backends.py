@@ -1,4 +1,5 @@
-"""Attention backends of a rank: the packages FlashAttention, SageAttention and xFormers, and torch's operators.
+"""Attention backends of a rank: the packages FlashAttention, SageAttention, xFormers and comfy-kitchen, and torch's
+operators.
 
 # B batch, N heads, T tokens, H head size
 """
@@ -47,6 +48,10 @@ class AttentionBackend:
     takes_groups: bool = True              # supports grouped-query attention
     takes_masks: bool = False
     gives_lse: Callable = lambda module: True              # whether the installed version returns log-sum-exp
+    lse_since: str = ""                    # first version that does, where an older one runs; "": none
+    function: str = ""                     # attribute of the module that older versions lack
+    since: str = ""                        # first version that has it
+    quantises: bool = False                # rounds queries and keys to 8 bits
     min_keys: int = 1
     computes_in: torch.dtype | None = None                 # dtype that the tensors are cast to; None: their own
 
@@ -80,7 +85,11 @@ class BackendUse:
     def exact(self):
         """This choice for a call with low_precision_attention=False: PyTorch SDPA instead of SageAttention, as in
         ComfyUI."""
-        return BackendUse(counts=self.counts) if self.name == "sage" else self
+        return self.unquantised() if self.name == "sage" else self
+
+    def unquantised(self):
+        """This choice for queries and keys of unequal magnitude: PyTorch SDPA instead of a backend that rounds them."""
+        return BackendUse(counts=self.counts) if self.name in BACKENDS and BACKENDS[self.name].quantises else self
 
 
 @functools.lru_cache
@@ -110,6 +119,13 @@ def _xformers(module, q_BTNH, k_BTNH, v_BTNH, bias, scale, with_lse):
     return module.memory_efficient_attention(q_BTNH, k_BTNH, v_BTNH, attn_bias=bias, scale=scale), None
 
 
+def _comfy_kitchen(module, q_BTNH, k_BTNH, v_BTNH, bias, scale, with_lse):
+    """comfy-kitchen (github.com/Comfy-Org/comfy-kitchen). It computes float32 in bfloat16, as in ComfyUI."""
+    out_BNTH = module.int8_attention(*(each.transpose(1, 2) for each in (q_BTNH, k_BTNH, v_BTNH)), scale=scale,
+                                     attn_mask=bias)
+    return out_BNTH.transpose(1, 2), None
+
+
 def _operator(function):
     """The `call` of one of torch's operators. function: (q, k, v, bias, scale), with (B, N, T, H) -> (out, lse)."""
     def call(module, q_BTNH, k_BTNH, v_BTNH, bias, scale, with_lse):
@@ -137,9 +153,15 @@ BACKENDS = {
     "flash3": AttentionBackend("FlashAttention 3", "flash_attn_interface", "flash-attn-3", _flash, (9, 0),
                                majors=(9,)),
     "sage": AttentionBackend("SageAttention", "sageattention", "sageattention", _sage, head_sizes=(64, 128),
-                             gives_lse=lambda module: _takes(module.sageattn, "return_lse")),
+                             gives_lse=lambda module: _takes(module.sageattn, "return_lse"), lse_since="2",
+                             quantises=True),
     "xformers": AttentionBackend("xFormers", "xformers.ops", "xformers", _xformers, (6, 0),
                                  dtypes=(*HALF, torch.float32), takes_groups=False, takes_masks=True),
+    "comfy_kitchen_int8": AttentionBackend("comfy-kitchen's int8 attention", "comfy_kitchen", "comfy-kitchen",
+                                           _comfy_kitchen, (7, 5), dtypes=(*HALF, torch.float32),
+                                           head_sizes=(64, 128, 256), takes_masks=True,
+                                           gives_lse=lambda module: False, function="int8_attention", since="0.2.31",
+                                           quantises=True),
     "torch_cpu": AttentionBackend("torch SDPA (CPU)", "", "", _torch_cpu, None, dtypes=(),
                                   head_sizes=range(1, MAX_HEAD_SIZE), takes_groups=False, takes_masks=True),
     "torch_cudnn": AttentionBackend("torch SDPA (cuDNN)", "", "", _torch_cudnn, majors=(9, 10),
@@ -253,7 +275,8 @@ def _fits(q_BNTH, k_BNTH, v_BNTH, use, mask, is_causal, with_lse):
     else:
         brief, reason = _misfit(backend, q_BNTH, v_BNTH, use, with_lse)
         if brief and use.is_required:
-            raise UnsupportedError(f"Set attention to sdpa in xDiT Parallel Config: {backend.title} {reason}.")
+            raise UnsupportedError("Set attention to sdpa in xDiT Parallel Config, or remove the node that selects "
+                                   f"{use.name}: {backend.title} {reason}.")
     use.counts[f"{SDPA} ({brief})" if brief else use.name] += 1
     return not brief
 
@@ -273,8 +296,9 @@ def _misfit(backend, q_BNTH, v_BNTH, use, with_lse):
         return f"heads of {head_size}", (f"takes a head size of at most {backend.head_sizes[-1]}, the same for queries "
                                          f"and values, and this model has {head_size} and {v_BNTH.shape[3]}")
     if with_lse and not backend.gives_lse(module):
-        return "Ring", (f"gives no log-sum-exp in the installed version, which ring_degree needs; with "
-                        f"{backend.package} 2, or ulysses_degree instead of ring_degree, it can be used")
+        newer = f"{backend.package} {backend.lse_since}, or " if backend.lse_since else ""
+        return "Ring", ("gives no log-sum-exp in the installed version, which ring_degree needs; with "
+                        f"{newer}ulysses_degree instead of ring_degree, it can be used")
     return "", ""
 
 
@@ -284,9 +308,9 @@ def _run_package(q_BNTH, k_BNTH, v_BNTH, use, mask, scale, with_lse):
     try:
         return run_backend(backend, use.modules[use.name], q_BNTH, k_BNTH, v_BNTH, mask, scale, with_lse)
     except REFUSALS as error:
-        raise UnsupportedError(f"Set attention to sdpa in xDiT Parallel Config: {backend.title} rejects queries of "
-                               f"shape {tuple(q_BNTH.shape)} and type {_name(q_BNTH.dtype)} "
-                               f"({type(error).__name__}: {str(error)[:200]}).") from error
+        raise UnsupportedError("Set attention to sdpa in xDiT Parallel Config, or remove the node that selects "
+                               f"{use.name}: {backend.title} rejects queries of shape {tuple(q_BNTH.shape)} and type "
+                               f"{_name(q_BNTH.dtype)} ({type(error).__name__}: {str(error)[:200]}).") from error
 
 
 def _module(backend, use):
@@ -294,7 +318,9 @@ def _module(backend, use):
     if use.name not in use.modules:
         why = _why_absent(backend)
         try:
-            use.modules[use.name] = why or importlib.import_module(backend.module)
+            module = use.modules[use.name] = why or importlib.import_module(backend.module)
+            if not why and backend.function and not hasattr(module, backend.function):
+                use.modules[use.name] = f"needs {backend.package} {backend.since} or newer"
         except Exception as error:                             # e.g. a package built for another torch
             use.modules[use.name] = (f"cannot be imported ({type(error).__name__}: {str(error)[:200]}): reinstall "
                                      f"{backend.package} for PyTorch {torch.__version__}")

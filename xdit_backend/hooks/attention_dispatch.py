@@ -187,6 +187,8 @@ class AttentionFunctions:
         key, value = one_key_per_group(now.module, query, key), one_key_per_group(now.module, query, value)
         query, padding = self.without_placeholders(query, now.streams, context)
         key, value = (self.without_placeholders(each, now.key_streams, context)[0] for each in (key, value))
+        if now.streams == now.key_streams and context.patches.operations.get(now.position.patched) == "values":
+            return value if padding is None else F.pad(value, padding)
         if now.streams == now.key_streams:
             locate_speakers(context, query, key)
         if within is not None:
@@ -201,13 +203,15 @@ class AttentionFunctions:
     def _biased(self, query, key, value, context, scale):
         """`attend`, with an additive bias of the logits if the model has one."""
         now = context.state.attention
+        backend = context.backend.exact() if now.is_exact else context.backend
         if now.name not in context.patches.biases:
-            return attend(query, key, value, context, now, scale)
+            return attend(query, key, value, context, now, backend, scale)
         name, size = ("bias", now.name), query.shape[3]
         if name not in context.state.cuts:
             context.state.cuts[name] = context.tokens.take(context.patches.biases[now.name], 1, now.streams)
         scale = size ** -0.5 if scale is None else scale
-        return attend(*with_bias(query, key, value, context.state.cuts[name], scale), context, now, scale)[..., :size]
+        return attend(*with_bias(query, key, value, context.state.cuts[name], scale), context, now,
+                      backend.unquantised(), scale)[..., :size]
 
     def without_placeholders(self, tensor_BNTH, streams, context):
         """(the tensor without placeholder tokens of empty streams, padding of the output that restores them)."""
@@ -220,10 +224,10 @@ class AttentionFunctions:
         return tensor_BNTH.narrow(2, start, tensor_BNTH.shape[2] - 1), (0, 0, start, 1 - start)
 
 
-def attend(query, key, value, context, layer, scale):
-    """Attention by this forward's parallel method. Every rank of its axes calls it. layer: a RunningAttention."""
+def attend(query, key, value, context, layer, backend, scale):
+    """Attention by this forward's parallel method. Every rank of its axes calls it. layer: a RunningAttention. backend:
+    a BackendUse."""
     streams, key_streams = layer.streams, layer.key_streams
-    backend = context.backend.exact() if layer.is_exact else context.backend
     sizes = context.tokens.sizes(streams)
     key_sizes = None if key_streams == streams else context.tokens.sizes(key_streams)
     window = None if layer.reach is None else window_of(layer, sizes, context)

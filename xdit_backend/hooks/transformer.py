@@ -220,7 +220,7 @@ class Hooks(ModelHooks):
             arguments[name] = context.state.cuts.setdefault(name, token_indices_of(context, streams, device))
         if position.index in self._skips:
             arguments[self.plan.skip_name] = context.state.skips[self._skips[position.index]]
-        if context.patches.operations.get(f"{list_.patched}_block.{position.number}") == "skip":
+        if context.patches.operations.get(position.patched) == "skip":
             outputs = {streams: arguments[name] for name, streams in list_.streams.items()}
             output = tuple(outputs[streams] for streams in list_.returns)
         else:

@@ -23,7 +23,7 @@ from .preflight import num_cuda_devices
 from .torchrun import INHERITED, INHERITED_PREFIXES
 
 PACKAGES = ("torch", "diffusers", "accelerate", "safetensors", "transformers", "pydantic", "greenlet", "gguf",
-            "comfyui-frontend-package", "flash-attn", "flash-attn-3", "sageattention", "xformers")
+            "comfy-kitchen", "comfyui-frontend-package", "flash-attn", "flash-attn-3", "sageattention", "xformers")
 TELLING = ("CUDA", "NVIDIA", "HIP", "ROCR", "HSA", "NCCL", "OMP", "MKL", "XDIT")       # prefixes of the names
 SMALL_SHARED_MEMORY = 2 ** 30
 

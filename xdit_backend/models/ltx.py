@@ -53,7 +53,8 @@ LTX = Family(
     pixels=lambda config: PIXELS,
     conditioning={"context": "caption_channels", "attention_mask": None, "frame_rate": None, "keyframe_idxs": None,
                   "guide_strengths": None}, unfold=unfold, biases={"attn1": guide_bias},
-    ignored=("denoise_mask", "guide_attention_entries"), unsupported_arguments=more_than_guides,
+    # the last marks frames for LTX-2.5
+    ignored=("denoise_mask", "guide_attention_entries", "generated_keyframes"), unsupported_arguments=more_than_guides,
     arguments={"hidden_states": LATENT, "encoder_hidden_states": from_conditioning("context"), "timestep": token_times,
                "encoder_attention_mask": text_mask, "video_coords": lambda call: bounds(call)[..., 0]},
     activation_factors={"alone": 16.1, "residual": 8.1, "whole": 12.1, "outside": 7.1, "held": 5.1, "block": 11.0,

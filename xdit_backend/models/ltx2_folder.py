@@ -37,6 +37,7 @@ def folder_metadata(folder):
         "av_ca_timestep_scale_multiplier": config.get("cross_attn_timestep_scale_multiplier", 1000),
         "apply_gated_attention": bool(config.get("gated_attn")),
         "cross_attention_adaln": bool(config.get("cross_attn_mod")),
+        **{name: config.get(name, True) for name in ("ff_bias", "audio_ff_bias")},
         "caption_proj_before_connector": early, "caption_projection_first_linear": not early}
 
 

@@ -117,14 +117,14 @@ class NetworkSpec:
 SDPA = "sdpa"                              # torch's own attention
 BY_BACKEND = "attention by "               # prefix of the names of a prediction's attention counts
 # choices of the setting: the backend that ComfyUI was started with, or one of attention/backends.py
-ATTENTIONS = "as ComfyUI", SDPA, "flash", "flash3", "sage", "xformers"
+ATTENTIONS = "as ComfyUI", SDPA, "flash", "flash3", "sage", "xformers", "comfy_kitchen_int8"
 
 
 @dataclass(frozen=True, config=STRICT)
 class BackendChoice:
     """Attention backend: SDPA, or one of attention/backends.py."""
 
-    name: Literal["sdpa", "flash", "flash3", "sage", "xformers"] = "sdpa"
+    name: Literal["sdpa", "flash", "flash3", "sage", "xformers", "comfy_kitchen_int8"] = "sdpa"
     is_required: bool = False      # reject inputs that the backend does not support; False: SDPA computes them
 
 

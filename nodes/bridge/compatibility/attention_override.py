@@ -14,7 +14,10 @@ from ....xdit_backend.protocol.specs import ATTENTIONS, SDPA, BackendChoice
 
 OVERRIDE = "optimized_attention_override"
 # ComfyUI's attention functions with a backend of their own; all others compute what torch SDPA does
-BACKEND_OF_FUNCTION = {"attention_sage": "sage", "attention_flash": "flash", "attention_xformers": "xformers"}
+BACKEND_OF_FUNCTION = {"attention_sage": "sage", "attention_flash": "flash", "attention_xformers": "xformers",
+                       "attention_comfy_kitchen_int8": "comfy_kitchen_int8"}
+# attribute of a function: what ComfyUI calls in its place for queries, keys and values in containers
+CONTAINERS = "container_function"
 EXACT = ("attention_basic", "attention_sub_quad", "attention_split", "attention_pytorch")
 # arguments of a trial call
 TRIAL = {"heads": 2, "mask": None, "skip_reshape": True, "transformer_options": {}}
@@ -33,9 +36,13 @@ def override_backend(override):
     """Return the attention backend that such a function stands for, or None if it is unknown."""
     if not isinstance(override, types.FunctionType):
         return None
-    found = {function.__name__ for function in _referred(override)}
-    backend = _backend_named(found.pop()) if len(found) == 1 else None
-    return backend if backend and _only_passes_on(override) else None
+    found = {function.__name__: function for function in _referred(override)}
+    if len(found) != 1:
+        return None
+    [(name, function)] = found.items()
+    containers = getattr(override, CONTAINERS, None)
+    is_same = containers is None or containers is getattr(function, CONTAINERS, None)
+    return _backend_named(name) if is_same and _only_passes_on(override) else None
 
 
 def _backend_named(name):

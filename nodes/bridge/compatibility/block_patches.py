@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.specs import Nag
 from . import image_adapters, unet_patches
+from .ltx_guidance import value_blocks
 from .unet_patches import cell
 
 HYPERNETWORK = "load_hypernetwork_patch.<locals>.hypernetwork_patch.__call__"
@@ -107,7 +108,8 @@ def operations_of(family, config, transformer_options):
             elif family.plan.takes_unet_patches:
                 raise UnsupportedError(f"Remove the node that replaces attention in {name}, or use Load Diffusion "
                                        f"Model: for {family.name} xDiT supports this in the middle block only.")
-    return found
+    values = {f"double_block.{number}" for number in value_blocks(family, transformer_options)}
+    return dict.fromkeys(values & _blocks(family, config, "dit"), "values") | found
 
 
 def guided_of(family, transformer_options):

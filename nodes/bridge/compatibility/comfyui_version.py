@@ -44,7 +44,7 @@ def refuse_new_keys(family_name, diffusion_model, names):
 
 
 def new_keys(diffusion_model, names):
-    """Those of these names of conditioning that ComfyUI's class of the model reads itself, and not in 0.30.
+    """Return those of these names of conditioning that ComfyUI's class of the model reads itself, and not in 0.30.
 
     diffusion_model: ComfyUI's. A name in a dict, which ComfyUI alone makes, has the dict's name and a dot before
     it."""
@@ -53,7 +53,7 @@ def new_keys(diffusion_model, names):
 
 
 def names_in_methods(cls):
-    """Names of arguments and strings in the code of ComfyUI's methods of a class."""
+    """Return the names of arguments and the strings in the code of ComfyUI's methods of a class."""
     methods = [method for each in cls.__mro__ if each.__module__.partition(".")[0] == "comfy"
                for method in vars(each).values() if inspect.isfunction(method)]
     return {word for method in methods for word in _names_in_code(method.__code__)}

@@ -19,6 +19,7 @@ from .attention_override import OVERRIDE, backend_of, override_backend
 from .block_patches import operation_of
 from .comfyui_version import refuse_new_keys
 from .lora_bypass import refused_injections
+from .ltx_guidance import ignored_guidance
 from .proxy_modules import PULID_FLUX, changed_modules, is_module
 
 OURS = "xdit"                                                  # prefix of our own options
@@ -63,7 +64,8 @@ TRANSFORMER_OPTIONS = {
 # keys that ComfyUI's models read -> their description for the user
 REFUSED_OPTIONS = {
     "patches": "model patches", "patches_replace": "model patches that replace parts of the model",
-    "rope_options": "a changed rotary scale",
+    "rope_options": "a changed rotary scale", "animate2_cache": "WanAnimate2Cache, for a model that xDiT does not run yet,",
+    "qwen_image21_cache": "QwenImage21Cache, for a model that xDiT does not run yet,",
     "ar_state": "the sampler ar_video (Sampler AR Video), which caches earlier frames in the model,",
 }
 # of a diffusion model: position method for references if a workflow sets none; remote_model.py reads it at each call
@@ -168,6 +170,8 @@ def _named(text, value):
 def _model_options(options, family):
     found = [f"{key} in its model_options" for key, value in options.items()
              if key not in MODEL_OPTIONS and not key.startswith(OURS) and not _is_empty(value)]
+    found += [f"{node}, which ComfyUI's model of {family.name} ignores,"
+              for node in ignored_guidance(family, options.get("sampler_post_cfg_function", ()))]
     return found + _transformer_options(_without(family, options.get("transformer_options", {})))
 
 

@@ -36,7 +36,7 @@ def networks_of(family, config, transformer_options, x, modules):
                                    f"{family.name}.")
         for function in functions:
             if kind == "double_block":
-                name = f"picture.{len(images)}"
+                name = f"image.{len(images)}"
                 images[name] = _image(function, family, config, x)
                 network = _blockwise(function.model_patch.model, family, config)
             else:
@@ -47,7 +47,7 @@ def networks_of(family, config, transformer_options, x, modules):
             raise UnsupportedError(f"Remove the node that adds an LLLite: it does not support {family.name}.")
         sigma = transformer_options["sigmas"].max().item()
         if patch.strength != 0 and patch.sigma_end <= sigma <= patch.sigma_start:
-            name = f"picture.{len(images)}"
+            name = f"image.{len(images)}"
             images[name] = _control_image(patch, family, config, x)
             network = _lllite(patch.model_patch.model)
             uses.append((specs.NetworkUse(network.name, "layers", float(patch.strength), name), network))

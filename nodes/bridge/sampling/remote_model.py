@@ -13,6 +13,7 @@ from ....xdit_backend.protocol.specs import describe_exchange
 from ..compatibility.block_patches import free_u_of, guided_of, operations_of, scores_of, tiles_of
 from ..compatibility.comfyui_variants import variant_of
 from ..compatibility.input_checks import check_call, check_conditioning, check_finite, check_latent
+from ..compatibility.ltx_guidance import isolation_of
 from ..compatibility.model_options import call_backend, refuse_call, refuse_changed_modules, scales_of, wrappers_inside
 from ..compatibility.pipefusion_support import COMPILE, DRAINED, SYNCHRONOUS
 from ..workers.vram_accounting import ask_for_memory
@@ -187,7 +188,8 @@ class RemoteModel:
             context = x.new_zeros(len(x), 0, width)
         check_call(self.family, x, timestep, context)
         x, rescaled_options, finish = self.family.components.rescale(x, timestep, extra, transformer_options)
-        extra = self.family.unfold(extra | scales_of(self.family, transformer_options) | variant_of(self.family))
+        extra = self.family.unfold(extra | scales_of(self.family, transformer_options) | variant_of(self.family)
+                                   | isolation_of(self.family, transformer_options))
         diffusion_model = self.modules[""][0]
         refuse_call(self.family, transformer_options, {"context": context, **extra}, diffusion_model)
         extra = with_default_method(extra, diffusion_model, self._default_method)

@@ -20,6 +20,7 @@ from ....xdit_backend.config import ParallelConfig
 from ....xdit_backend.protocol.bounded_json import parse_json
 from ....xdit_backend.protocol.errors import CheckpointError, XDiTError
 from ..model.checkpoint_cache import CHECKPOINTS
+from ..model.detection import Detection
 from ..vae.vae_detection import kind_of, name_of
 from ..workers.worker_groups import fitting_here
 from . import panel
@@ -155,10 +156,10 @@ def refusals(models, vaes):
 
 
 def refused_model(path):
-    """Reason for which Load xDiT Model would reject this file, or None."""
+    """Reason for which Load xDiT Model would reject this file, or None. No weights are read."""
     try:
-        _ = CHECKPOINTS.open(path).family
-    except CheckpointError as error:
+        Detection(CHECKPOINTS.open(path), None)
+    except XDiTError as error:
         return str(error)
 
 

@@ -1,8 +1,8 @@
-"""Comparison of an autoencoder that runs as ComfyUI's own class with what this ComfyUI makes of it.
+"""Comparison of ComfyUI's VAE with the workers' decode and encode, for autoencoders that run as ComfyUI's own class.
 
-The class is no interface: from version to version its pixels have another range, or its latents another number of
-frames. A tiny random autoencoder of the class is decoded and encoded in this process, once, as ComfyUI's VAE does it
-and as the workers do it."""
+The class is no interface: its range of pixels or its number of frames changes between versions. A small random
+autoencoder of the class is decoded and encoded once in this process, as ComfyUI's VAE does it and as the workers do
+it."""
 
 import functools
 
@@ -76,7 +76,7 @@ def _recorded(compute, shape_of, shapes, tile):
 
 
 def _copy_with(vae, model):
-    """ComfyUI's VAE with another module, for what Kind asks of it."""
+    """ComfyUI's VAE with another module, for the functions of Kind."""
     same = object.__new__(type(vae))
     vars(same).update(vars(vae) | {"first_stage_model": model})
     return same

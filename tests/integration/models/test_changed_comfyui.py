@@ -27,7 +27,9 @@ def sampled(comfyui, model, kind):
 AFTER_AUDIO = "ax_scaled = ax_norm3 * (1 + scale_ca_audio_hidden_states_v2a)"
 
 
-@pytest.mark.parametrize("layout", [{}, {"ulysses": 2}])
+@pytest.mark.parametrize("layout", [{}, {"ulysses": 2}, {"tensor": 2}, {"pipefusion": 2, "warmup_steps": 2},
+                                    *(pytest.param(each, marks=pytest.mark.slow) for each in (
+                                        {"cfg": 2}, {"data": 2}, {"ring": 2}))], ids=str)
 def test_ltx2_norms_the_video_again_where_comfyui_does(comfyui, monkeypatch, layout):
     """As ComfyUI 0.31 does, before its video-to-audio attention."""
     from comfy.ldm.lightricks import av_model

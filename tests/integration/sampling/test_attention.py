@@ -67,6 +67,49 @@ def test_nodes_that_pass_on_to_an_attention_of_comfyui_choose_it(comfyui, chosen
     assert backend(comfyui, "flash", optimized_attention_override=override) == ("sage", True)
 
 
+@pytest.fixture
+def comfy_kitchen(attention, monkeypatch):
+    """ComfyUI's attention by comfy-kitchen, or one of its name where this ComfyUI has none."""
+    def attention_comfy_kitchen_int8(q, k, v, heads, **kwargs):
+        raise AssertionError("the workers compute it")
+    attention_comfy_kitchen_int8.container_function = lambda *args, **kwargs: None
+    if not hasattr(attention, "attention_comfy_kitchen_int8"):
+        monkeypatch.setattr(attention, "attention_comfy_kitchen_int8", attention_comfy_kitchen_int8, raising=False)
+    return attention.attention_comfy_kitchen_int8
+
+
+def test_comfy_kitchen_is_chosen_by_comfyuis_option_or_its_node(comfyui, chosen, attention, comfy_kitchen, monkeypatch):
+    """The node's function has another one for tensors in containers, which must be ComfyUI's of the same attention."""
+    def override(_, *args, **kwargs):
+        return comfy_kitchen(*args, **kwargs)
+    override.container_function = comfy_kitchen.container_function
+    assert backend(comfyui, optimized_attention_override=override) == ("comfy_kitchen_int8", True)
+    assert chosen.override_backend(override) == "comfy_kitchen_int8"
+    override.container_function = lambda *args, **kwargs: None
+    assert chosen.override_backend(override) is None
+
+    monkeypatch.setattr(attention, "optimized_attention", comfy_kitchen)
+    assert backend(comfyui) == ("comfy_kitchen_int8", False)
+
+
+def test_model_attention_backend_sets_the_workers_backend(comfyui, comfy_kitchen, monkeypatch):
+    node = comfyui.nodes.NODE_CLASS_MAPPINGS.get("ModelAttentionBackend")
+    if node is None:
+        from comfy_extras import nodes_model_advanced
+        node = nodes_model_advanced.NODE_CLASS_MAPPINGS.get("ModelAttentionBackend")
+    if node is None:
+        pytest.skip("ComfyUI has this node from 0.32.0 on")
+    from comfy.ldm.modules import attention
+    monkeypatch.setitem(attention.REGISTERED_ATTENTION_FUNCTIONS, "comfy_kitchen_int8", comfy_kitchen)
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2, attention="flash"))
+
+    [plain] = node().patch(model, "pytorch attention")
+    within((comfyui.sample(plain, "sd3", steps=2) - comfyui.reference("sd3", steps=2)).abs().max(), 1e-4)
+    with pytest.raises(comfyui.errors.UnsupportedError, match="^Set attention to sdpa .* or remove the node that "
+                       "selects comfy_kitchen_int8: comfy_kitchen_int8 on cpu runs on CUDA devices"):
+        comfyui.sample(node().patch(model, "comfy kitchen attention")[0], "sd3", steps=2)
+
+
 def test_a_nodes_function_is_tried_once_a_call(comfyui, attention):
     """And where the MODEL is looked at before a run."""
     tried, called, function = [], [], attention.attention_pytorch
@@ -118,6 +161,15 @@ def test_packages_are_given_what_comfyui_gives_them(comfyui, attention, tmp_path
             within((ours - wanted).abs().max(), 1e-2)
             given, mine = package.calls
             assert {**mine, "tensor_layout": ""} == {**given, "tensor_layout": ""}
+        if hasattr(attention, "attention_comfy_kitchen_int8"):  # from ComfyUI 0.32.0 on
+            double, mask = importlib.import_module(kernel_packages.DOUBLE), torch.randn(1, 1, 9, 9).to(q)
+            monkeypatch.setattr(attention, "comfy_kitchen", double)
+            wanted = attention.attention_comfy_kitchen_int8(q, k, v, 2, mask, skip_reshape=True,
+                                                            skip_output_reshape=True, scale=0.2)
+            use = backends.BackendUse("comfy_kitchen_int8", True)
+            within((backends.attend(q, k, v, use, mask, scale=0.2) - wanted).abs().max(), 1e-2)
+            given, mine = (each["scale"] for each in double.calls)
+            assert given == mine and use.counts == {"comfy_kitchen_int8": 1}
     finally:
         kernel_packages.forget()
 
@@ -134,7 +186,7 @@ def test_the_node_says_which_ran_and_what_cannot_is_refused_by_name(comfyui, att
 
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2, attention="flash"))
     with pytest.raises(comfyui.errors.UnsupportedError,
-                       match=r"^Set attention to sdpa in xDiT Parallel Config: flash on cpu is not installed"):
+                       match=r"^Set attention to sdpa .* selects flash: flash on cpu is not installed"):
         comfyui.sample(model, "sd3", steps=2)
     model = comfyui.ours("sd3", cfg)
     model.model_options["transformer_options"]["optimized_attention_override"] = lambda func, *args, **kwargs: func(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from aiohttp import test_utils, web
 from aiohttp.test_utils import TestClient, TestServer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.support.comfyui_server import ROOT
 
@@ -46,6 +46,30 @@ def test_files_that_the_workers_cannot_have_are_named_with_the_reason(comfyui):
     assert set(found["vaes"]) == {"stage_a.safetensors", "pixel_space"}
     assert "StageA" in found["vaes"]["stage_a.safetensors"]
     assert "no layers to run" in found["vaes"]["pixel_space"]
+
+
+def test_models_of_newer_comfyuis_are_named_before_a_conversion(comfyui):
+    """Of MiniMax Music 3 the tensors differ; of Wan Animate 2 only the metadata, by which ComfyUI recognises it; and a
+    quantised format is named in a layer's metadata."""
+    page = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.server.routes")
+    folder, said = comfyui.base / "diffusion_models", {"transformer": {"model_type": "animate2"}}
+    write_header(folder / "music.safetensors", {
+        "cond_layer_logits": (8,), "latent_conditioners.0.weight": (2048, 4096, 3),
+        "diffusion_transformer.transformer.layers.0.self_attn.to_qkv.weight": (6144, 2048)})
+    wan = load_file(folder / comfyui.file("wan-i2v"))
+    save_file(wan, folder / "animate2.safetensors", metadata={"config": json.dumps(said)})
+    layer = "blocks.0.ffn.0"
+    save_file(wan | {f"{layer}.comfy_quant": torch.tensor(list(b'{"format": "asym_w4a8_int8"}'), dtype=torch.uint8)},
+              folder / "w4a8.safetensors")
+
+    found = page.refusals([f"{name}.safetensors" for name in ("music", "animate2", "w4a8")] + [comfyui.file("wan-i2v")],
+                          [])["models"]
+
+    assert set(found) == {"music.safetensors", "animate2.safetensors", "w4a8.safetensors"}
+    assert found["music.safetensors"].startswith("music.safetensors is a MiniMax Music 3 model, which xDiT does not run")
+    assert re.search("the metadata of animate2.* describes a variant of Wan|ComfyUI does not recognise animate2",
+                     found["animate2.safetensors"])
+    assert f"in the format asym_w4a8_int8 ({layer}), which xDiT does not read" in found["w4a8.safetensors"]
 
 
 def test_types_that_the_page_takes_over_are_known_to_both_loaders(comfyui):

@@ -32,7 +32,8 @@ def test_workers_attend_by_the_package_that_they_have_and_tell_so(spec_of, tmp_p
     try:
         plain, counts = predict("sdpa", ulysses=2)
         assert set(counts) == {"sdpa"}
-        for name, degrees in (("sage", {"ulysses": 2}), ("flash3", {"ring": 2}), ("xformers", {"ring": 2})):
+        for name, degrees in (("sage", {"ulysses": 2}), ("flash3", {"ring": 2}), ("xformers", {"ring": 2}),
+                              ("comfy_kitchen_int8", {"ulysses": 2})):
             result, counts = predict(name, **degrees)
             assert set(counts) == {name} and (result - plain).abs().max() < 0.05 * plain.abs().max()
         assert all(why["sage"] == "" and "is not installed" in why["flash"]

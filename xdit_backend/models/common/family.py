@@ -95,7 +95,8 @@ class Components:
     shapes: Callable | None = None
     # (prediction in the layout of split's first component) -> the prediction in ComfyUI's layout
     first: Callable = lambda prediction: prediction
-    options: tuple[str, ...] = ()          # keys of transformer_options that split reads
+    # keys of transformer_options that split reads, or nodes/bridge/compatibility/ltx_guidance.py
+    options: tuple[str, ...] = ()
     # (latents, timestep, ComfyUI's arguments, transformer_options) -> (latents as the model takes them,
     # transformer_options for split, function from the model's prediction to that for the given latents). ComfyUI's
     # class does this outside the wrappers of its forward (MiniMax H3).
