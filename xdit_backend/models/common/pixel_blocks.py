@@ -47,8 +47,8 @@ def in_file(tensors, prefix=PREFIX):
         if ".adaLN_modulation_mlp." in name:
             continue
         if ".adaLN_modulation_msa." in name:
-            halves = [each.unflatten(0, (-1, 3, width)) for each in (tensor, tensors[name.replace("_msa.", "_mlp.")])]
-            name, tensor = name.replace("_msa.", ".0."), torch.cat(halves, 1).flatten(0, 2)
+            kinds = [each.unflatten(0, (-1, 3, width)) for each in (tensor, tensors[name.replace("_msa.", "_mlp.")])]
+            name, tensor = name.replace("_msa.", ".0."), torch.cat(kinds, 1).flatten(0, 2)
         found[prefix + name] = tensor
     return found
 
