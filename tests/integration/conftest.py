@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.support.comfyui_server import ROOT, comfyui_folder, run_async
-from tests.support.model_zoo import conditioning_of, unit
 from tests.support.tiny_checkpoints import detect_thin, families, import_comfyui, save, thin_class
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
+from xdit_backend.models.common.example_inputs import conditioning_of, pixels_a_side
 from xdit_backend.worker.memory import return_freed_memory
 
 LATENT_SIZES = {"flux": (16, 16), "flux-schnell": (16, 16), "flux-fill": (16, 16), "flux-canny": (16, 16),
@@ -27,7 +27,7 @@ DEGREES = ("cfg", "data", "pipefusion", "displaced", "ring", "ulysses", "tensor"
 
 def in_pixels(kind, size):
     """Rows and columns of a latent, larger where it is a picture's pixels, so that they come to as many tokens."""
-    return tuple(side * unit(families()[kind]) for side in size)
+    return tuple(side * pixels_a_side(families()[kind]) for side in size)
 
 
 def in_dims(family, size):

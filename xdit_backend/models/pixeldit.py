@@ -6,7 +6,17 @@ import math
 from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, because, blocks, config_of, has
 from .common.native_module import native_arguments
-from .common.pixel_blocks import PREFIX, SIDE, adapt_model, convert, full_rows, of_file, pixels_of_patch, under_core
+from .common.pixel_blocks import (
+    PREFIX,
+    SIDE,
+    adapt_model,
+    convert,
+    full_rows,
+    in_file,
+    of_file,
+    pixels_of_patch,
+    under_core,
+)
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
 from .common.rope_scaling import moves
@@ -72,5 +82,6 @@ PIXELDIT = Family(
         cacheable={"adaLN_modulation_img": "step", "adaLN_modulation_txt": "step"},
         cacheable_outside={"y_embedder": "run"}),
     test_config=SmallConfig(SMALL, NATIVE, {name: size for name, size in SMALL.items() if not name.startswith("_")} | {
-        "hidden_size": 256, "pixel_attn_hidden_size": 256, "txt_embed_dim": 48}, detected="PixelDiTT2I"),
+        "hidden_size": 256, "pixel_attn_hidden_size": 256, "txt_embed_dim": 48}, detected="PixelDiTT2I",
+                            in_file=in_file),
 )

@@ -1,10 +1,13 @@
 """TripoSplat, ComfyUI's own module: a row of shape tokens, refined alone, then in one sequence with image tokens,
 also refined alone, and a camera token. Each block computes the positions of its tokens from the tokens."""
 
+import math
 from types import MethodType
 
+import torch
 from torch import nn
 
+from .common.example_inputs import SIDES, latent_size
 from .common.family import Components, Family, SmallConfig
 from .common.inputs import blocks, compute_dtype_of, config_of, has, optional_size, size, stored_dtype
 from .common.native_module import native_arguments, same_names
@@ -69,6 +72,12 @@ def _with_positions(self, x, mod=None, rotary_emb=None, transformer_options=None
                               transformer_options=transformer_options)
 
 
+def _thin(model):
+    """Keep the first positions of ComfyUI's class, which has a fixed number of tokens."""
+    if torch.is_tensor(model.pos_emb):
+        model.pos_emb = model.pos_emb[:, :math.prod(latent_size(TRIPOSPLAT, *SIDES))]
+
+
 SMALL = {"in_channels": 4, "model_channels": 48, "cond_channels": 24, "out_channels": 4, "num_blocks": 2,
          "num_refiner_blocks": 2, "num_head_channels": 12, "cam_channels": 5, "cond2_channels": 6, "mlp_ratio": 4}
 
@@ -103,6 +112,6 @@ TRIPOSPLAT = Family(
                            "adaLN_modulation": "step"}),
     test_config=SmallConfig(SMALL, NATIVE, SMALL | {
         "in_channels": 16, "out_channels": 16, "model_channels": 256, "num_head_channels": 64, "cond2_channels": 128},
-        detected="TripoSplat", input_shapes={
+        detected="TripoSplat", thin=_thin, input_shapes={
             "reference_image": lambda config, shape, tokens: (shape[0], config["cond2_channels"], 2, 2)}),
 )

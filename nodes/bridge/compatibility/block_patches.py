@@ -109,7 +109,7 @@ def operations_of(family, config, transformer_options):
                 raise UnsupportedError(f"Remove the node that replaces attention in {name}, or use Load Diffusion "
                                        f"Model: for {family.name} xDiT supports this in the middle block only.")
     values = {f"double_block.{number}" for number in value_blocks(family, transformer_options)}
-    return dict.fromkeys(values & _blocks(family, config, "dit"), "values") | found
+    return dict.fromkeys(values & family.plan.patched_blocks(config, "dit"), "values") | found
 
 
 def guided_of(family, transformer_options):

@@ -32,6 +32,7 @@ from ..workers.vram_accounting import load_device_of
 from ..workers.worker_groups import GROUPS, check_packages, devices_of, memory_of
 from .checkpoint_cache import CHECKPOINTS
 from .detection import FAST, Detection
+from .family_check import compare_in_background
 from .model_patcher import ProxyPatcher
 from .model_setup import Setup
 from .state_dict import prepare_text, read_values, weight_sources
@@ -82,6 +83,7 @@ def load_proxy(path, weight_dtype, config):
     remote.compute_in(dtype_name(compute_dtype), base_model)
     GROUPS.prepare(devices)
     _make_remote(base_model, remote, sources)
+    remote.comparison = compare_in_background(family, base_model)
     return _patcher_of(base_model, remote, load_device)
 
 

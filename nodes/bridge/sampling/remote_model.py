@@ -51,6 +51,7 @@ class RemoteModel:
         self.how = self._pipeline = self._schedule = None
         # `changes`: see use_changes
         self.changes, self.changes_uuid, self._references = {}, None, RunReferences()
+        self.comparison = None                                 # with ComfyUI's class: a Future, see family_check.py
 
     def attach(self, modules, weight_sources, additions):
         """Connect the proxy model's diffusion model. modules: of proxy_modules.remember_modules, for comparison.

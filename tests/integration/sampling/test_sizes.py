@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tests.support.model_zoo import as_comfyui, conditioning_of, takes
+from tests.support.model_zoo import takes
 from tests.support.tiny_checkpoints import VARIANTS, families
 from tests.support.tolerances import close
-from tests.unit.checkpoints.quantisation.test_layerwise_casting import options_of
+from xdit_backend.models.common.example_inputs import as_comfyui, conditioning_of, options_of
 
 TOLERANCE = 2e-5                           # relative, float32; seen: up to 2e-6
 

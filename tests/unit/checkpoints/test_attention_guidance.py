@@ -6,17 +6,17 @@ import functools
 import pytest
 import torch
 
-from tests.support.model_zoo import as_comfyui
 from tests.support.tiers import by_default
 from tests.support.tiny_checkpoints import VARIANTS, families
 from tests.support.tolerances import close, relative_error
-from tests.unit.checkpoints.quantisation.test_layerwise_casting import CPU, options_of, requested
+from tests.unit.checkpoints.quantisation.test_layerwise_casting import CPU, requested
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loader import load_transformer
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE
 from xdit_backend.hooks.forward_context import ModelPatches
 from xdit_backend.hooks.install import install_hooks
+from xdit_backend.models.common.example_inputs import as_comfyui, options_of
 from xdit_backend.protocol.specs import Nag
 from xdit_backend.worker.models import Loaded
 

@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 
-from tests.support.model_zoo import conditioning_of, example
+from tests.support.model_zoo import example
 from tests.support.tiers import by_default
 from tests.unit.host.conftest import call_of, layout
 from tests.unit.host.test_copies import faults, set_environment  # noqa: F401
@@ -16,6 +16,7 @@ from tests.unit.host.test_offloading import folder  # noqa: F401
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.host.client import Client
 from xdit_backend.host.weight_updates import Change
+from xdit_backend.models.common.example_inputs import conditioning_of
 from xdit_backend.protocol import specs
 from xdit_backend.protocol.errors import CopyError, WorkerDiedError
 from xdit_backend.protocol.specs import ForwardOptions, WeightCopies

@@ -24,7 +24,7 @@ class ConfigRules:
 
 @dataclass(frozen=True)
 class SmallConfig:
-    """A small configuration of the family for tests and for the self-check of ComfyUI's classes.
+    """A small configuration of the family for tests and for comparisons with ComfyUI's classes.
 
     The keys of ComfyUI's class at this size are also used to convert the tensors of diffusers folders
     (nodes/bridge/model/diffusers_keys.py).
@@ -46,6 +46,8 @@ class SmallConfig:
     input_shapes: dict[str, Callable] = field(default_factory=dict)
     # (model) -> None: replaces modules whose size the class fixes with small ones
     thin: Callable = lambda model: None
+    # {name in ComfyUI's class: tensor} -> {name in a file: tensor}, where files have others
+    in_file: Callable = lambda tensors: tensors
     # class in comfy.supported_models whose detection assumes published widths; tests patch it for this size
     detected: str | None = None
     # further arguments with which ComfyUI's class has all tensors that a file may have

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._pytree import tree_map
 
-from tests.support.model_zoo import as_comfyui, conditioning_of, example
+from tests.support.model_zoo import example
 from tests.support.tiers import FEW_FAMILIES
 from tests.support.tiny_checkpoints import VARIANTS, families
 from tests.support.tolerances import close, relative_error, within
@@ -22,6 +22,7 @@ from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE
 from xdit_backend.hooks.install import install_hooks
 from xdit_backend.models import FAMILIES
+from xdit_backend.models.common.example_inputs import as_comfyui, conditioning_of, options_of
 from xdit_backend.protocol.specs import ModelSpec
 from xdit_backend.worker.models import Loaded
 
@@ -79,15 +80,6 @@ def audio(family, config, latent):
     """The second part of a latent."""
     shape = family.components.shapes(config, latent.shape, AUDIO_LENGTH)[family.components.names[0]]
     return torch.linspace(-1, 1, math.prod(shape)).view(shape)
-
-
-def options_of(family, conditioning):
-    """The transformer_options of one branch that ComfyUI's sampler and its BaseModel add on the way to its model."""
-    own = family.rope_options(conditioning)
-    options = {"cond_or_uncond": [0]} | ({"rope_options": own} if own else {})
-    if "sigma_after" in conditioning:                          # a schedule in which this step goes there
-        options |= {"sigmas": torch.tensor([0.9]), "sample_sigmas": torch.tensor([0.9, *conditioning["sigma_after"]])}
-    return options
 
 
 def native(path, family, storage, compute="float32"):

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 
-from tests.support.model_zoo import ALIKE, unit
+from tests.support.model_zoo import ALIKE
 from xdit_backend.checkpoints.quantisation.layerwise_casting import add_at_use
 from xdit_backend.checkpoints.tensor_sharding import storage_dtypes, tensor_splits
 from xdit_backend.comfyui.install_location import comfyui_version, find_comfyui
 from xdit_backend.models import FAMILIES
+from xdit_backend.models.common.example_inputs import pixels_a_side
 from xdit_backend.models.common.family import Family
 from xdit_backend.partition import block_indices
 from xdit_backend.protocol.specs import Stages
@@ -67,7 +68,7 @@ def tiny(name):
     """(checkpoint, Run without branches of guidance) of a family's tiny model."""
     family, config = FAMILIES[name], dict(FAMILIES[name].test_config.config)
     columns = SMALL_COLUMNS + (60 if name.startswith("PixArt") else 0)         # less has no positions there
-    rows, columns = SMALL_ROWS * unit(family), columns * unit(family)
+    rows, columns = SMALL_ROWS * pixels_a_side(family), columns * pixels_a_side(family)
     size = {1: (rows * columns,), 2: (rows, columns), 3: (family.test_config.frames, rows, columns)}[
         len(family.patch_size(config))]
     size = size if family.test_config.rows is None else (family.test_config.rows, rows * columns)
