@@ -1,5 +1,5 @@
 """Model options: checks everything that nodes put on a MODEL. What ComfyUI itself applies around the model is allowed,
-everything else is rejected.
+and so are options that ComfyUI's code does not read; everything else is rejected.
 
 Nodes change a MODEL through attributes of its ModelPatcher, options of each call, and the modules themselves. The
 workers know only the file, so that any change not listed here with a reason would be silently ignored; it is rejected
@@ -19,6 +19,7 @@ from .attention_override import OVERRIDE, backend_of, override_backend
 from .block_patches import operation_of
 from .comfyui_version import refuse_new_keys
 from .lora_bypass import refused_injections
+from .option_keys import MODEL, TRANSFORMER, functions_in, is_read, is_read_by_patches
 from .proxy_modules import PULID_FLUX, changed_modules, is_module
 
 OURS = "xdit"                                                  # prefix of our own options
@@ -166,9 +167,18 @@ def _named(text, value):
 
 
 def _model_options(options, family):
-    found = [f"{key} in its model_options" for key, value in options.items()
-             if key not in MODEL_OPTIONS and not key.startswith(OURS) and not _is_empty(value)]
+    found = [text for key, value in options.items() if key not in MODEL_OPTIONS for text in _unknown(MODEL, key, value)]
     return found + _transformer_options(_without(family, options.get("transformer_options", {})))
+
+
+def _unknown(options, key, value, call_options={}):
+    """Describe an option of another pack if code that runs inside the model reads it, or if it has functions.
+    call_options: transformer_options with the functions that nodes have put inside."""
+    if str(key).startswith(OURS) or _is_empty(value):
+        return []
+    if is_read(options, key) or is_read_by_patches(key, call_options):
+        return [f"{key} in its {options}"]
+    return [f"a function in its {options} ({key}: {name})" for name in functions_in(value)[:1]]
 
 
 def _without(family, options):
@@ -206,8 +216,8 @@ def _transformer_options(options):
             found.append(REFUSED_OPTIONS[key])
         elif key in REFUSED_OPTIONS:
             found += [] if not value or _is_empty(value) else [_named(REFUSED_OPTIONS[key], value)]
-        elif key not in TRANSFORMER_OPTIONS and not str(key).startswith(OURS) and not _is_empty(value):
-            found.append(f"{key} in its transformer_options")
+        elif key not in TRANSFORMER_OPTIONS:
+            found += _unknown(TRANSFORMER, key, value, options)
     return found + _wrappers(options.get("wrappers", {})) + _callbacks(options.get("callbacks", {}))
 
 

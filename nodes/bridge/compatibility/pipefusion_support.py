@@ -7,6 +7,7 @@ The reasons are passed to remote_model.py in transformer_options.
 from comfy.patcher_extension import WrappersMP
 
 from .block_patches import compares_branches, has_cached_references, lllites_in, networks_in, residual_networks_in
+from .option_keys import MODEL, is_read
 
 # Known to leave the model's calls as the workers need them; anything else makes every step synchronous.
 # of a prompt: ComfyUI cuts the latent for it, or masks its prediction
@@ -55,7 +56,7 @@ def why_synchronous(conds, model_options):
             if entry.get(key) is not None:
                 return text
     for key, value in model_options.items():
-        if key not in HARMLESS and key not in GUIDANCE and value is not None:
+        if key not in HARMLESS and key not in GUIDANCE and value is not None and is_read(MODEL, key):
             return OPTIONS.get(key, f'a node that sets "{key}" on the MODEL')
     for wrappers in options.get("wrappers", {}).values():
         for key, functions in wrappers.items():
