@@ -15,7 +15,7 @@ from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP, ge
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.shared_memory import dtype_name
 from . import image_adapters
-from .attention_override import OVERRIDE, backend_of, override_backend
+from .attention_override import OVERRIDE, backend_of, override_backend, packages_called
 from .block_patches import operation_of
 from .comfyui_version import refuse_new_keys
 from .lora_bypass import refused_injections
@@ -227,7 +227,8 @@ def _override(transformer_options):
     function = transformer_options.get(OVERRIDE)
     backend = None if function is None else override_backend(function)
     if function is not None and backend is None:
-        name = getattr(function, "__qualname__", type(function).__name__)
+        name = ", which calls ".join([getattr(function, "__qualname__", type(function).__name__),
+                                      *packages_called(function)])
         _refuse([f"an attention override ({name}): set attention in xDiT Parallel Config instead,"])
     return backend
 

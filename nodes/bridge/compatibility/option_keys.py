@@ -66,7 +66,7 @@ def functions_in(value, depth=0):
 
 
 def _is_record(value):
-    called = getattr(type(value), "__call__", None)
+    called = type(value).__call__
     code = getattr(called, "__code__", None)
     return (any(class_.__module__ == comfy.model_sampling.__name__ for class_ in type(value).__mro__)
             or code is not None and (os.path.basename(code.co_filename), called.__qualname__) in RECORDS)
