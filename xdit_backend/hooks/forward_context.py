@@ -81,6 +81,8 @@ class ForwardContext:
     tiles: dict = field(default_factory=dict)          # specs.Branch.tiles of its self-attentions
     networks: tuple = ()                   # (specs.NetworkUse, injected_networks.Network), applied in order
     text_attention: str = ""               # path of the running attention to the text, of a U-Net
+    # running attention to the text of a transformer, if networks guide its output, until that is computed
+    guided_attention: Any = None
     scores: Any = None                     # output: specs.Branch.scores of these images
     # by insertion point (Family.control_shapes): residuals for this rank
     control: PinnedAhead = field(default_factory=lambda: PinnedAhead({}, CPU))

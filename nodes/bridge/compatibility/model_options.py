@@ -106,7 +106,8 @@ def refuse_patcher(patcher, runs=False):
             found.append(_named(REFUSED.get(name, f"an attribute that ComfyUI does not know, {name}"), value))
     _override(patcher.model_options.get("transformer_options", {}))
     found += _compute_dtype(patcher, runs)
-    _refuse(found + changed_modules(patcher.model.diffusion_model, patcher.remote.modules))
+    remote = patcher.remote
+    _refuse(found + changed_modules(patcher.model.diffusion_model, remote.modules, remote.forwards))
 
 
 def refuse_model_options(model_options, family):
@@ -147,9 +148,10 @@ def call_backend(config, transformer_options):
     return backend_of(config, _override(transformer_options))
 
 
-def refuse_changed_modules(module, modules):
-    """Raise UnsupportedError if modules of a proxy model have changed since it was created."""
-    _refuse(changed_modules(module, modules))
+def refuse_changed_modules(module, modules, forwards):
+    """Raise UnsupportedError if modules of a proxy model have changed since it was created. forwards: its
+    ForwardPatches."""
+    _refuse(changed_modules(module, modules, forwards))
 
 
 def _refuse(found):
@@ -266,7 +268,8 @@ def _object_patches(patcher):
     for name, value in patcher.object_patches.items():
         top, _, rest = name.partition(".")
         known = (rest in patcher.remote.modules and is_module(value, patcher.remote.modules[rest][0])
-                 or rest == DEFAULT_METHOD and "ref_latents_method" in patcher.remote.family.choices)
+                 or rest == DEFAULT_METHOD and "ref_latents_method" in patcher.remote.family.choices
+                 or patcher.remote.forwards.of_object_patch(patcher.remote.modules, rest, value))
         if top == "diffusion_model" and not known:
             is_attention = rest.endswith(".comfy_attention")   # which a LoRA's file may set
             found.append(f"an attention backend for one module ({rest.removesuffix('.comfy_attention')}; attention in "
