@@ -195,8 +195,8 @@ export const ZH = {
     "请把 weight_dtype 设为 default，使用该类型的文件，或关闭其他程序：{0} 的权重在显存中放不下，卸载的权重需要 {1} GB 内存，其中 {2} GB 空闲。按文件中的形式直接使用的权重不另占内存。",
   "Set attention to sdpa in xDiT Parallel Config, or remove the node that selects {}: {} {}.":
     "请在 xDiT Parallel Config 中把 attention 设为 sdpa，或移除选择 {0} 的节点：{1} {2}。",
-  "Set attention to sdpa in xDiT Parallel Config, or remove the node that selects {}: {} on {} {}.":
-    "请在 xDiT Parallel Config 中把 attention 设为 sdpa，或移除选择 {0} 的节点：{2} 上的 {1} {3}。",
+  "Install the package, or select another attention in xDiT Parallel Config and in nodes that select one: {} on {} {}.":
+    "请安装该软件包，或在 xDiT Parallel Config 以及选择 attention 的节点中另选一种：{1} 上的 {0} {2}。",
   "Set attention to sdpa in xDiT Parallel Config, or remove the node that selects {}: {} rejects queries of shape {} and type {} ({}: {}).":
     "请在 xDiT Parallel Config 中把 attention 设为 sdpa，或移除选择 {0} 的节点：{1} 拒绝形状为 {2}、类型为 {3} 的查询（{4}：{5}）。",
   "is not installed (package {})":

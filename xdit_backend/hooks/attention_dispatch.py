@@ -1,6 +1,7 @@
 """Attention of one forward on one rank, dispatched to the parallel method of its layout."""
 
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -20,6 +21,7 @@ from ..protocol.specs import SDPA
 from .block_hooks import BlockPosition, one_key_per_group
 from .function_overrides import FunctionOverrides, functional, in_file
 from .infinite_talk import locate_speakers
+from .injected_networks import guide_text
 from .nag import apply_nag
 from .real_rotary import in_pairs, in_real_numbers
 
@@ -84,7 +86,9 @@ class AttentionFunctions:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
         if context.state.attention is None:
             backend = context.backend.exact() if options.get("is_exact") else context.backend
-            return attend_here(query, key, value, backend, attn_mask, is_causal, options.get("scale"))
+            attend = partial(attend_here, use=backend, mask=attn_mask, is_causal=is_causal, scale=options.get("scale"))
+            out = attend(query, key, value)
+            return out if context.state.guided_attention is None else guide_text(context, query, out, attend)
         context.state.attention.is_exact = bool(options.get("is_exact"))
         if (attn_mask is not None or is_causal) and context.state.attention.reach is None:
             raise UnsupportedError("Use cfg_degree instead: this model masks its self-attention in a way that "
@@ -100,7 +104,8 @@ class AttentionFunctions:
         context = self._running()
         backend = options.get("backend") or _AttentionBackendRegistry.get_active_backend()[0]
         is_native = AttentionBackendName(backend) == AttentionBackendName.NATIVE
-        if context is None or (context.state.attention is None and (not is_native or context.backend.name == SDPA)):
+        if context is None or (context.state.attention is None and (not is_native or context.backend.name == SDPA)
+                               and context.state.guided_attention is None):
             if context is not None:
                 context.backend.counts[SDPA] += 1
             return dispatch_attention_fn(query, key, value, **options)

@@ -58,6 +58,8 @@ class HookState:
     graph_breaks: dict = field(default_factory=dict)   # name -> forward, of the same, see ModelPlan.graph_breaks
     block: str = ""                        # path of the running compiled block of a U-Net
     text_attention: str = ""               # path of the running attention to the text, of a U-Net
+    # running attention to the text of a transformer, if networks guide its output, until that is computed
+    guided_attention: Any = None
     skip_sizes: dict = field(default_factory=dict)     # number of a skip -> its rows and columns, with a Shrink
     skips: dict = field(default_factory=dict)          # block -> its output, which a later block takes as its skip
     cuts: dict = field(default_factory=dict)           # this rank's shards of arguments that every block gets

@@ -15,6 +15,7 @@ from ..partition import halved, level_of
 from ..protocol.errors import UnsupportedError
 from . import infinite_talk
 from .block_hooks import token_indices_of
+from .nag import guided
 from .pulid import orthogonalise
 
 # of hypernetworks, names in torch.nn.functional
@@ -86,6 +87,11 @@ class Network:
     def has_two_speakers(self):
         """True for InfiniteTalk with two speakers."""
         return "masks" in self._weights
+
+    @property
+    def strengths(self):
+        """Scale, alpha and tau of Normalized Attention Guidance."""
+        return [float(self._spec.settings[name]) for name in ("scale", "alpha", "tau")]
 
     def num_frames(self):
         """Number of the audio's frames."""
@@ -222,9 +228,47 @@ def _frames(context, network, tokens_BTC):
     return context.state.cuts[key]
 
 
+def install_guide(attention, current):
+    """Hook an attention to the text (ModelPlan.text_attention) so that networks of a forward guide its output.
+    current(): see install_lllite."""
+    forward = attention.forward
+
+    @functools.wraps(forward)
+    def attended(*args, **kwargs):
+        context = None if torch.compiler.is_compiling() else current()
+        if context is None or not any(use.where == "guide" for use, _ in context.patches.networks):
+            return forward(*args, **kwargs)
+        context.state.guided_attention = attention
+        if hasattr(attention, "changed_text"):                 # attends to an image as well, by torch's own function
+            attention.changed_text = lambda query, out: guide_text(context, query, out, F.scaled_dot_product_attention)
+        output = forward(*args, **kwargs)
+        if hasattr(attention, "changed_text"):
+            attention.changed_text = lambda query, out: out
+        assert context.state.guided_attention is None, "the attention to the text has called no attention function"
+        return output
+    attention.forward = attended
+
+
+def guide_text(context, query_BNTH, out_BNTH, attend):
+    """The output of the running attention to the text, pushed away from that to the texts of a forward's networks
+    (nag.py). attend(query, key, value) -> like query. Every rank of the tensor axis calls it."""
+    attention, context.state.guided_attention = context.state.guided_attention, None
+    for use, network in context.patches.networks:
+        images = [index for index, (kind, _) in enumerate(use.rows) if kind == 0] if use.where == "guide" else []
+        if images:
+            query, positive = query_BNTH[images], out_BNTH[images]
+            text = network.weight("text", query.dtype)
+            key, value = (each.unflatten(2, (-1, query.shape[3])).transpose(1, 2).expand(len(images), -1, -1, -1)
+                          for each in (attention.norm_k(attention.to_k(text)), attention.to_v(text)))
+            out_BNTH = out_BNTH.clone()
+            out_BNTH[images] = guided(positive, attend(query, key, value), network.strengths, (1, 3), context.mesh,
+                                      context.traffic)
+    return out_BNTH
+
+
 def has_layer_networks(context):
     """True if a network changes layers inside blocks, which compiled graphs do not support."""
-    return any(use.where in ("layers", "audio") for use, _ in context.patches.networks)
+    return any(use.where in ("layers", "audio", "guide") for use, _ in context.patches.networks)
 
 
 def with_networks(context, where, which, input_BTC):

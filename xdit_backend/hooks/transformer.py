@@ -84,6 +84,8 @@ class Hooks(ModelHooks):
         injected_networks.install_lllite(block, position.number, plan.lllite_targets, lambda: self._context)
         if plan.audio_attention:
             injected_networks.install_audio(block, position.number, plan.audio_attention, lambda: self._context)
+        if plan.text_attention:
+            injected_networks.install_guide(block.get_submodule(plan.text_attention), lambda: self._context)
         for path in plan.graph_breaks:
             module = find_submodule(block, path)
             if module is not None:

@@ -22,13 +22,13 @@ from ..distributed.spatial_ops import Convolution, input_rows
 from ..parallel.displaced import StaleSplit, of_all_rows
 from ..partition import attended, cut_bands, halved, in_block, level_of, unet_blocks
 from ..protocol.errors import UnsupportedError
-from ..protocol.specs import Shrink
+from ..protocol.specs import Blur, Shrink
 from .function_overrides import FunctionOverrides, functional, torch_with
 from .injected_networks import text_attentions, with_images, with_networks
 from .model_hooks import ModelHooks
 from .nag import apply_nag
 from .unet_compiled import GraphRows
-from .unet_patches import ControlBlocks, ShrinkBlocks, as_large, attend_in_tiles, free_u
+from .unet_patches import ControlBlocks, ShrinkBlocks, as_large, attend_in_tiles, blurred, free_u
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RunningSelfAttention:
     """The self-attention that a forward is in."""
 
     split: StaleSplit | None               # of its image over the ranks; None: every rank has all rows
-    operation: str | None                  # what it does instead, see specs.Branch
+    operation: str | Blur | None           # what it does instead, see specs.Branch
 
 
 class UNetHooks(ModelHooks):
@@ -179,11 +179,13 @@ class UNetHooks(ModelHooks):
         return hooked
 
     def _hook_self_attention(self, forward, name, level, inner):
-        """Those of the middle block may return their values or write their scores. inner: name in the block of one over
-        the rows of its image; "" for others."""
+        """They may return their values, blur their queries, and those of the middle block may write their scores.
+        inner: name in the block of one over the rows of its image; "" for others."""
         number = re.search(r"transformer_blocks\.(\d+)\.", name)
         # an operation on one block takes precedence over one on all
         points = (f"middle.0.{number[1]}", "middle.0") if name.startswith("mid_block.") else ()
+        point, _ = self._text_attentions.get(f"{name.removesuffix('attn1')}attn2", ("", 0))
+        points = points or (point, point.rpartition(".")[0])
 
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
@@ -244,6 +246,9 @@ class UNetHooks(ModelHooks):
             return self._attend(self._context.state.text_attention, query, key, value, attn_mask, is_causal, scale)
         if now.operation == "values":
             return value
+        if isinstance(now.operation, Blur):
+            assert now.split is None, "the host rejects blurred queries where a rank has some of the rows"
+            query = blurred(query, now.operation)
         if now.split is not None:
             key, value = of_all_rows(key, value, now.split, attn_mask is not None or is_causal)
         if now.operation == "scores":

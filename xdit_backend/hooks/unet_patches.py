@@ -1,8 +1,9 @@
-"""U-Net patches of ComfyUI's nodes: ControlNet residuals, Deep Shrink, HyperTile and FreeU.
+"""U-Net patches of ComfyUI's nodes: ControlNet residuals, Deep Shrink, HyperTile, FreeU and blurred queries.
 
 # B batch or images, C channels, H rows, W columns; N heads, T tokens, H head size of attention
 """
 import functools
+import math
 
 import torch
 import torch.nn.functional as F
@@ -162,6 +163,25 @@ def _scale_low_frequencies(skip_BCHW, scale):
     row, column = (length // 2 for length in skip_BCHW.shape[-2:])
     frequencies[..., row - 1:row + 1, column - 1:column + 1] *= scale
     return torch.fft.ifftn(torch.fft.ifftshift(frequencies, dim=(-2, -1)), dim=(-2, -1)).real.to(skip_BCHW.dtype)
+
+
+def blurred(query_BNTH, blur):
+    """Queries of all tokens of an image for Smoothed Energy Guidance (Hong 2024, arXiv 2408.00760). blur: a
+    specs.Blur."""
+    batch, heads, tokens, size = query_BNTH.shape
+    if blur.sigma < 0:
+        return query_BNTH.mean(2, keepdim=True).expand_as(query_BNTH)
+    aspect = blur.columns / blur.rows
+    rows = round((tokens / aspect) ** 0.5) if aspect >= 1 else tokens // round((tokens * aspect) ** 0.5)
+    image = query_BNTH.transpose(2, 3).reshape(batch, heads * size, rows, -1)
+    columns = image.shape[3]
+    taps = min(math.ceil(6 * blur.sigma) // 2 * 2 + 1, columns + 1 - columns % 2)     # an odd number
+    offsets = torch.arange(taps, device=image.device) - taps // 2
+    weights = torch.exp(-0.5 * (offsets / blur.sigma) ** 2)
+    weights = (weights / weights.sum()).to(image.dtype)
+    kernel = (weights[:, None] * weights).expand(image.shape[1], 1, -1, -1)
+    image = F.conv2d(F.pad(image, [taps // 2] * 4, mode="reflect"), kernel, groups=image.shape[1])
+    return image.reshape(batch, heads, size, tokens).transpose(2, 3)
 
 
 def attend_in_tiles(tile, query_BNTH, key_BNTH, value_BNTH, attend):

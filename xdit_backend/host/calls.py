@@ -116,5 +116,5 @@ def refuse_unusable(backend, unusable, devices):
     if backend.is_required:
         for rank, why in sorted((rank, whys.get(backend.name, "")) for rank, whys in unusable.items()):
             if why:
-                raise UnsupportedError("Set attention to sdpa in xDiT Parallel Config, or remove the node that selects "
-                                       f"{backend.name}: {backend.name} on {devices[rank]} {why}.")
+                raise UnsupportedError("Install the package, or select another attention in xDiT Parallel Config and "
+                                       f"in nodes that select one: {backend.name} on {devices[rank]} {why}.")

@@ -108,7 +108,7 @@ class NetworkSpec:
     name: str
     weights: ByName[str, Segment]
     # hypernetwork: "320.0" (width, 0 for keys or 1 for values) -> its layers in order, "linear relu linear";
-    # audio cross-attention: "heads" -> number of attention heads
+    # audio cross-attention: "heads" -> number of attention heads; guidance: "scale", "alpha" and "tau" of nag.py
     settings: ByName[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -241,17 +241,29 @@ class Shrink:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Blur:
+    """Smoothed Energy Guidance: the queries of a self-attention are blurred over the image by a Gaussian of sigma
+    tokens, or replaced by their mean if sigma is negative. rows, columns: of the latent."""
+
+    sigma: float
+    rows: Natural
+    columns: Natural
+
+
+@dataclass(frozen=True, config=STRICT)
 class NetworkUse:
     """Insertion point of an injected network, whose output times strength is added to: the image tokens after each
     block ("blocks"), the inputs of layers of blocks ("layers", the LLLite targets ModelPlan.led), the inputs of the key
     and value projections of self-attention ("attn1") or cross-attention ("attn2"), the output of cross-attention
-    ("text"), or the hidden states after it, as audio cross-attention ("audio", ModelPlan.heard)."""
+    ("text"), or the hidden states after it, as audio cross-attention ("audio", ModelPlan.heard). With "guide", the
+    output of cross-attention is guided away from that to the network's text (ModelPlan.text_attention)."""
 
     network: str                   # NetworkSpec.name
-    where: Literal["blocks", "layers", "attn1", "attn2", "text", "audio"]
+    where: Literal["blocks", "layers", "attn1", "attn2", "text", "audio", "guide"]
     strength: float
     image: str = ""                # "blocks", "layers": key in Branch.control of its input, (B or 1, T, C)
-    # "text": for each image of the call, its prompt (0 positive, 1 negative) and its number among that prompt's images
+    # "text": for each image of the call, its prompt (0 positive, 1 negative) and its number among that prompt's images;
+    # "guide": 0 for images that are guided, 1 for others, and 0
     rows: Many[tuple[Natural, Natural]] = ()
 
 
@@ -275,8 +287,8 @@ class Branch:
     # ControlNet residuals, see Family.control_shapes in models/common
     control: ByName[str, Segment] = dataclasses.field(default_factory=dict)
     # block, named as in ComfyUI's patches -> skip the block; return the values from its self-attention, whatever the
-    # queries; or also write `scores`
-    operations: ByName[str, Literal["skip", "values", "scores"]] = dataclasses.field(default_factory=dict)
+    # queries; or also write `scores`; or blur the queries
+    operations: ByName[str, Literal["skip", "values", "scores"] | Blur] = dataclasses.field(default_factory=dict)
     # (ranks of the displaced axis, B, keys), if an operation is "scores": attention weights that each key receives,
     # mean over heads, summed over each rank's queries
     scores: Segment | None = dataclasses.field(default=None, metadata=RESULT)

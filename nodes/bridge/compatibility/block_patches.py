@@ -10,9 +10,10 @@ import os
 
 import torch
 import torch.nn.functional as F
+from torchvision.transforms.functional import gaussian_blur
 
 from ....xdit_backend.protocol.errors import UnsupportedError
-from ....xdit_backend.protocol.specs import Nag
+from ....xdit_backend.protocol.specs import Blur, Nag
 from . import image_adapters, unet_patches
 from .ltx_guidance import value_blocks
 from .unet_patches import cell
@@ -27,6 +28,8 @@ KNOWN = {
     "dit": {("nodes_slg.py", "SkipLayerGuidanceDiT.execute.<locals>.skip"): "skip",
             ("nodes_slg.py", "SkipLayerGuidanceDiTSimple.execute.<locals>.skip"): "skip"},
     "attn1": {("nodes_pag.py", "PerturbedAttentionGuidance.execute.<locals>.perturbed_attention"): "values",
+              ("guidance_utils.py", "perturbed_attention"): "values",          # of sd-perturbed-attention
+              ("guidance_utils.py", "seg_attention_wrapper.<locals>.seg_attention"): "blur",
               ("nodes_sag.py", "SelfAttentionGuidance.execute.<locals>.attn_and_record"): "scores"},
     "attn1_output_patch": {("nodes_nag.py", "NAGuidance.execute.<locals>.nag_attention_output_patch"): "nag",
                            ("nodes_hypertile.py", "HyperTile.execute.<locals>.hypertile_out"): "tiles",
@@ -63,6 +66,7 @@ def operation_of(kind, function):
     name, marker = _named(kind, function), object()
     tests = {"skip": lambda: function(marker, None) is marker,
              "values": lambda: function(None, None, marker, None) is marker,
+             "blur": lambda: _blurs_queries(function),
              "scores": lambda: _writes_scores(function), "nag": lambda: _is_nag(function),
              **dict.fromkeys(("network", "audio_attention", "speaker_masks", "style_tokens", "lllite", "residuals",
                               "merges"), lambda: True),
@@ -82,17 +86,17 @@ def _named(kind, function):
     return code and KNOWN.get(kind, {}).get((os.path.basename(code.co_filename), called.__qualname__))
 
 
-def operations_of(family, config, transformer_options):
+def operations_of(family, config, transformer_options, shape, displaced_degree):
     """Return {block, by ComfyUI's name: operation} of a call, for the blocks that the model has; ComfyUI's models
-    ignore other blocks as well.
+    ignore other blocks as well. shape: of the latent.
 
-    Raises UnsupportedError if ComfyUI's model supports no such patches.
+    Raises UnsupportedError if ComfyUI's model supports no such patches, or the workers not with this displaced_degree.
     """
     found = {}
     for kind, replaced in transformer_options.get("patches_replace", {}).items():
         if kind == image_adapters.KIND and family.plan.is_unet:           # sampling/image_adapters.py
             continue
-        blocks = family.plan.patched_blocks(config, kind)
+        blocks = _blocks(family, config, kind)
         if replaced and not blocks:
             raise _ignored_patches(family, kind)
         for key, function in replaced.items():
@@ -102,10 +106,16 @@ def operations_of(family, config, transformer_options):
                 if operation == "scores" and family.has_frames_as_batch:
                     raise UnsupportedError("Remove Self-Attention Guidance: the node needs attention between the "
                                            f"pixels of one image, and {family.name} also attends along frames there.")
+                if operation == "blur":
+                    if displaced_degree > 1:
+                        raise UnsupportedError("Use cfg_degree or data_degree instead of displaced_degree: Smoothed "
+                                               "Energy Guidance blurs queries over the full image.")
+                    sigma = cell(function, "blur_sigma").cell_contents
+                    operation = Blur(float(sigma), *shape[-2:])
                 # scores are those of the negative prompt
                 if operation != "scores" or 1 in transformer_options.get("cond_or_uncond", ()):
                     found[name] = operation
-            elif family.plan.takes_unet_patches:
+            elif family.plan.takes_unet_patches and family.has_frames_as_batch:
                 raise UnsupportedError(f"Remove the node that replaces attention in {name}, or use Load Diffusion "
                                        f"Model: for {family.name} xDiT supports this in the middle block only.")
     values = {f"double_block.{number}" for number in value_blocks(family, transformer_options)}
@@ -285,7 +295,8 @@ class Scores:
 
 def scores_of(family, config, transformer_options, shape, displaced_degree):
     """Return the Scores of a call, or None if no node reads them or the call has no negative prompt."""
-    wanted = "scores" in operations_of(family, config, transformer_options).values()
+    operations = operations_of(family, config, transformer_options, shape, displaced_degree)
+    wanted = "scores" in operations.values()
     return Scores(family, config, transformer_options, shape, displaced_degree) if wanted else None
 
 
@@ -332,6 +343,25 @@ def _removes_references(function):
         del cache["tested"]
 
 
+def _blurs_queries(function):
+    """Whether this function is attention whose queries are blurred as in xdit_backend/hooks/unet_patches.py. Tested
+    with an image of 8 x 12 tokens, against torchvision's blur."""
+    sigma, (rows, columns, heads, size) = cell(function, "blur_sigma").cell_contents, (8, 12, 2, 4)
+    query, key, value = torch.randn(3, 1, rows * columns, heads * size, generator=torch.Generator().manual_seed(0))
+    out = function(query.clone(), key, value, {"n_heads": heads, "original_shape": [1, 4, 8 * rows, 8 * columns]})
+    taps = min(math.ceil(6 * sigma) // 2 * 2 + 1, columns + 1)
+    if sigma < 0:
+        query = query.mean(1, keepdim=True).expand_as(query)
+    elif taps // 2 < rows:
+        image = query.transpose(1, 2).unflatten(2, (rows, columns))
+        query = gaussian_blur(image, [taps, taps], [sigma, sigma]).flatten(2).transpose(1, 2)
+    else:                                                      # wider than the image
+        return False
+    query, key, value = (each.unflatten(2, (heads, size)).transpose(1, 2) for each in (query, key, value))
+    expected = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+    return torch.allclose(out, expected, atol=1e-4)
+
+
 def _writes_scores(function):
     """Whether this function is attention that writes its scores to the node's variable."""
     query, key, value = torch.randn(3, 1, 2, 4, generator=torch.Generator().manual_seed(0))
@@ -346,6 +376,28 @@ def _writes_scores(function):
         scores_of_node.cell_contents = before
 
 
+def _outer_blocks(config):
+    """ComfyUI's names of the blocks with attention in a U-Net's encoder and decoder, and of those in each."""
+    found, depths = set(), config["transformer_layers_per_block"]
+    for side, number, more, types, depths_of_side in (
+            ("input", 1, 0, config["down_block_types"], depths),
+            ("output", 0, 1, config["up_block_types"], config["reverse_transformer_layers_per_block"] or depths[::-1])):
+        for type_, depth in zip(types, depths_of_side):
+            for layer in range(config["layers_per_block"] + more):
+                if type_.startswith("CrossAttn"):
+                    name = f"{side}.{number + layer}"
+                    found |= {name, *(f"{name}.{index}" for index in range(depth))}
+            number += config["layers_per_block"] + 1           # of the encoder, a layer that halves the image
+    return found
+
+
 def _ignored_patches(family, kind):
     return UnsupportedError(f"Remove the node ({NODES}): ComfyUI's {family.name} does not support the patches that it "
                             f"adds to this workflow ({kind}) and would silently ignore them.")
+
+
+def _blocks(family, config, kind):
+    """Names of the blocks that patches of a kind can replace."""
+    found = family.plan.patched_blocks(config, kind)
+    has_outer = kind == "attn1" and family.plan.takes_unet_patches and not family.has_frames_as_batch
+    return found | _outer_blocks(config) if has_outer else found

@@ -35,7 +35,7 @@ from .detection import FAST, Detection
 from .family_check import compare_in_background
 from .model_patcher import ProxyPatcher
 from .model_setup import Setup
-from .state_dict import prepare_text, read_values, weight_sources
+from .state_dict import call_with_weights, prepare_text, read_values, weight_sources
 from .weight_placement import placement_of
 
 
@@ -87,6 +87,10 @@ def load_proxy(path, weight_dtype, config):
     return _patcher_of(base_model, remote, load_device)
 
 
+def _stay(module, function, recurse=True):
+    return module
+
+
 def _patcher_of(base_model, remote, load_device):
     patcher = ProxyPatcher(base_model, load_device, comfy.model_management.unet_offload_device(),
                            size=remote.memory.model_bytes)     # memory that ComfyUI should free
@@ -108,7 +112,11 @@ def _make_remote(base_model, remote, sources):
             else lambda context: context)
     # nodes may compile the model; a call to workers cannot be traced
     module.forward = torch.compiler.disable(remote.forward)
-    module._apply = lambda function, recurse=True: module      # .to(device) of a meta module would raise an error
+    for each in module.modules():
+        each._apply = functools.partial(_stay, each)           # .to(device) of a meta module would raise an error
+    for path, each in module.named_modules():
+        if path.endswith(family.called_by_nodes):
+            each.forward = functools.partial(call_with_weights, itself, remote, path, type(each).forward)
     remote.attach(remember_modules(module), sources, Additions(maker_of(base_model)))
     base_model.remote = remote
     of_one_device = functools.partial(type(base_model).memory_required, itself)

@@ -13,6 +13,7 @@ from ....xdit_backend.host.injected_networks import Network
 from ....xdit_backend.protocol import specs
 from ....xdit_backend.protocol.errors import ConfigError, UnsupportedError
 from ..compatibility.block_patches import audio_networks_in, lllites_in, networks_in, styles_in
+from ..compatibility.forward_patches import text_guide
 from .image_adapters import adapters_of
 
 WHERE = {"attn1_patch": "attn1", "attn2_patch": "attn2", "double_block": "blocks"}
@@ -21,9 +22,9 @@ LAYERS = {"Linear": "linear", "LayerNorm": "layer_norm", "ReLU": "relu", "LeakyR
           "Hardswish": "hardswish", "Tanh": "tanh", "Sigmoid": "sigmoid", "Softsign": "softsign", "Mish": "mish"}
 
 
-def networks_of(family, config, transformer_options, x, modules):
+def networks_of(family, config, transformer_options, x, modules, forwards):
     """Return (((specs.NetworkUse, Network), ...), {name: control image}) for a call. x: its latent. A control image is
-    (B or 1, T, C). modules: of remember_modules.
+    (B or 1, T, C). modules: of remember_modules. forwards: ForwardPatches.
 
     Raises UnsupportedError if ComfyUI's model would not run the network as the node intends, ConfigError for a network
     of another model.
@@ -52,6 +53,7 @@ def networks_of(family, config, transformer_options, x, modules):
             network = _lllite(patch.model_patch.model)
             uses.append((specs.NetworkUse(network.name, "layers", float(patch.strength), name), network))
     return (*uses, *_audio_networks(family, config, transformer_options, x),
+            *_text_guides(family, config, x, forwards.guides(modules)),
             *adapters_of(family, config, transformer_options, x, modules)), images
 
 
@@ -75,6 +77,32 @@ def style_of(family, config, transformer_options, x):
                               f"{family.width(config)} channels and is called for {len(x)} images at once.")
         arguments = function(arguments)
     return {"style": arguments["txt"]}
+
+
+def _text_guides(family, config, x, functions):
+    """Normalized Attention Guidance of the attention to the text, of WanVideoNAG. functions: of ForwardPatches.guides.
+
+    Raises UnsupportedError for a model whose attention the workers do not guide, and for a batch that the node does not
+    guide image by image.
+    """
+    if not functions:
+        return []
+    if family.is_unet or not family.plan.text_attention:
+        raise UnsupportedError("Remove the node that guides attention to the text (such as WanVideoNAG): xDiT does not "
+                               f"support it for {family.name}.")
+    guides = {(id(text), *strengths): (text, *strengths) for text, *strengths in map(text_guide, functions.values())}
+    if len(guides) > 1 or len(functions) != family.num_blocks(config):
+        raise UnsupportedError("Use one node that guides attention to the text, in all blocks: xDiT does not support "
+                               f"{len(guides)} of them in {len(functions)} of {family.num_blocks(config)} blocks.")
+    [(text, scale, alpha, tau, is_of_all)] = guides.values()
+    if len(x) > 2 and not is_of_all:
+        raise UnsupportedError("Set batch_size to 1, or input_type of WanVideoNAG to batch with cfg 1: otherwise the "
+                               f"node mixes the images of a batch, and this call has {len(x)}.")
+    num_guided = len(x) if is_of_all else 1
+    network = Network(f"network-{id(text)}-{scale}-{alpha}-{tau}", lambda: {"text": text},
+                      {"scale": str(scale), "alpha": str(alpha), "tau": str(tau)})
+    rows = tuple((int(index >= num_guided), 0) for index in range(len(x)))
+    return [(specs.NetworkUse(network.name, "guide", 1.0, rows=rows), network)]
 
 
 def _audio_networks(family, config, transformer_options, x):

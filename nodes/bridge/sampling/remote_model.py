@@ -12,6 +12,7 @@ from ....xdit_backend.planner.planner import USUAL_JOB, branches_together
 from ....xdit_backend.protocol.specs import describe_exchange
 from ..compatibility.block_patches import free_u_of, guided_of, operations_of, scores_of, tiles_of
 from ..compatibility.comfyui_variants import variant_of
+from ..compatibility.forward_patches import ForwardPatches
 from ..compatibility.input_checks import check_call, check_conditioning, check_finite, check_latent
 from ..compatibility.ltx_guidance import isolation_of
 from ..compatibility.model_options import call_backend, refuse_call, refuse_changed_modules, scales_of, wrappers_inside
@@ -43,6 +44,7 @@ class RemoteModel:
         self.checkpoint, self.family = setup.checkpoint, setup.family
         self.config, self.devices = setup.config, setup.devices
         self.modules, self.weight_sources, self.additions = {}, None, None     # see attach
+        self.forwards = ForwardPatches()
         self._checked_sigmas = set()                           # sigmas of this run at which modules were compared
         self._taken_channels = self.family.taken_channels(setup.transformer_config)
         self._run_bytes = 0                                    # per rank for a run, as reported to ComfyUI
@@ -216,15 +218,17 @@ class RemoteModel:
             check_finite((x, *call_conditioning.values()), "the latent",
                          "Check the node that made it, another sampler, or an encode in half precision")
         requested = self.family, self.setup.transformer_config, transformer_options
-        scores = scores_of(*requested, x.shape, self.config.displaced_degree if self.config.mode == "manual" else 1)
+        displaced_degree = self.config.displaced_degree if self.config.mode == "manual" else 1
+        scores = scores_of(*requested, x.shape, displaced_degree)
         residuals = self.additions.residuals(self, (x, timestep, context), transformer_options, extra)
-        networks, images = networks_of(*requested, x, self.modules)
+        networks, images = networks_of(*requested, x, self.modules, self.forwards)
         options = self.config.forward_options
         call = Call(x, timestep, self.family.tensors({"context": context, **extra, **style_of(*requested, x)}),
                     control=control_residuals(*requested[:2], control, x.shape) | residuals | images,
                     networks=networks,
                     free_u=free_u_of(self.family, transformer_options, control), tiles=tiles_of(*requested, x.shape),
-                    operations=operations_of(*requested), scores=scores and scores.buffer, parts=components,
+                    operations=operations_of(*requested, x.shape, displaced_degree),
+                    scores=scores and scores.buffer, parts=components,
                     guided=guided_of(self.family, transformer_options), call_conditioning=call_conditioning,
                     options=dataclasses.replace(
                         options, backend=call_backend(self.config, transformer_options),
@@ -338,7 +342,7 @@ class RemoteModel:
         """Raise UnsupportedError for modules that nodes have changed during a call. Checked once for each sigma of a
         run."""
         if schedule is None or sigma not in self._checked_sigmas:
-            refuse_changed_modules(self.modules[""][0], self.modules)
+            refuse_changed_modules(self.modules[""][0], self.modules, self.forwards)
             self._checked_sigmas.add(sigma)
 
     def _forget_conditioning(self):
@@ -359,5 +363,5 @@ class RemoteModel:
         """Show the split of the run on the node. describe_estimate(): text that follows."""
         if how != self.how:
             show_text(f"running on {', '.join(self.devices)}: {how}{describe_estimate()}"
-                      f"{self.memory.describe_placement(self.estimates)}")
+                      f"{self.memory.describe_placement(self.estimates)}{self.forwards.describe_idle(self.modules)}")
             self.how = how

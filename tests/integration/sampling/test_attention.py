@@ -110,6 +110,85 @@ def test_model_attention_backend_sets_the_workers_backend(comfyui, comfy_kitchen
         comfyui.sample(node().patch(model, "comfy kitchen attention")[0], "sd3", steps=2)
 
 
+PACKAGE = """
+import functools
+
+import torch
+
+from comfy.ldm.modules.attention import attention_pytorch, wrap_attn
+from {module} import {function}
+
+
+def override(scale=1.0, swaps=False, returns=lambda out: out):
+    def kernel(q, k, v):
+        q, k = (k, q) if swaps else (q, k)
+        return {function}({scale}q, k, v{options})
+    kernel = torch.compiler.disable(kernel)
+
+    @wrap_attn
+    def attend(q, k, v, heads, mask=None, skip_reshape=False, skip_output_reshape=False, **options):
+        if options.get("low_precision_attention", True) is False:
+            return attention_pytorch(q, k, v, heads, mask=mask, skip_reshape=skip_reshape)
+        dtype = q.dtype
+        q, k, v = (each.half() for each in (q, k, v))
+        if skip_reshape:
+            q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        else:
+            q, k, v = (each.unflatten(2, (heads, -1)) for each in (q, k, v))
+        out = kernel(q, k, v).to(dtype)
+        return returns(out.transpose(1, 2) if skip_output_reshape else out.flatten(2))
+
+    def chosen(func, *args, **kwargs):
+        return attend.__wrapped__(*args, **kwargs)
+    return chosen
+"""
+
+
+@pytest.fixture
+def packaged(monkeypatch, tmp_path):
+    """packaged(module, function, scale="", options=""): the source above, with the packages' doubles."""
+    from xdit_backend.attention import backends
+    monkeypatch.setattr(backends, "capability_of", backends.capability_of)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    kernel_packages.use(kernel_packages.write(tmp_path), exact=False)
+
+    def make(module, function, scale="", options=""):
+        written = {"__name__": "a_pack"}
+        exec(PACKAGE.format(module=module, function=function, scale=scale, options=options), written)
+        return written["override"]
+    yield make
+    kernel_packages.forget()
+
+
+def test_nodes_that_call_a_packages_attention_choose_it(comfyui, chosen, packaged):
+    """Through functions of their own; not those that do something else with it."""
+    sage = packaged("sageattention", "sageattn", options=', tensor_layout="NHD", is_causal=False')
+    assert chosen.override_backend(sage()) == "sage"
+    assert chosen.override_backend(packaged("flash_attn", "flash_attn_func")()) == "flash"
+    assert backend(comfyui, "sdpa", optimized_attention_override=sage()) == ("sage", True)
+    others = [sage(swaps=True), sage(returns=lambda out: -out), sage(returns=lambda out: None),
+              packaged("sageattention", "sageattn", "2 * ", ', tensor_layout="NHD"')(),
+              packaged("sageattention", "sageattn", options=', tensor_layout="NHD", is_causal=True')(),
+              packaged("sageattention", "sageattn", options=', tensor_layout="HND"')(),
+              packaged("flash_attn", "flash_attn_func", options=", window_size=(2, 2)")()]
+    for number, override in enumerate(others):
+        assert chosen.override_backend(override) is None, number
+        with pytest.raises(comfyui.errors.UnsupportedError,
+                           match=r"an attention override \(override.<locals>.chosen, which calls (sagea|flash_)"):
+            backend(comfyui, optimized_attention_override=override)
+
+
+def test_a_packages_attention_that_workers_lack_is_named_with_its_package(comfyui, packaged, said):
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2))
+    model.model_options["transformer_options"]["optimized_attention_override"] = packaged(
+        "flash_attn", "flash_attn_func")()
+
+    with pytest.raises(comfyui.errors.UnsupportedError,
+                       match=r"^Install the package, or select another attention .*nodes that select one: flash on "
+                             r"cpu is not installed \(package flash-attn\)"):
+        comfyui.sample(model, "sd3", steps=1)
+
+
 def test_a_nodes_function_is_tried_once_a_call(comfyui, attention):
     """And where the MODEL is looked at before a run."""
     tried, called, function = [], [], attention.attention_pytorch
@@ -186,7 +265,8 @@ def test_the_node_says_which_ran_and_what_cannot_is_refused_by_name(comfyui, att
 
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2, attention="flash"))
     with pytest.raises(comfyui.errors.UnsupportedError,
-                       match=r"^Set attention to sdpa .* selects flash: flash on cpu is not installed"):
+                       match=r"^Install the package, or select another attention .*: flash on cpu is not installed "
+                              r"\(package flash-attn\)"):
         comfyui.sample(model, "sd3", steps=2)
     model = comfyui.ours("sd3", cfg)
     model.model_options["transformer_options"]["optimized_attention_override"] = lambda func, *args, **kwargs: func(

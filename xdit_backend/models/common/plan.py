@@ -157,6 +157,10 @@ class ModelPlan:
     # (norm, attention) of a block to whose result ComfyUI's InfiniteTalk adds audio attention: the norm that receives
     # the hidden states before the text cross-attention, and that cross-attention (Wan). (): not supported.
     audio_attention: tuple[str, ...] = ()
+    # attention of a block to the text, with diffusers' names to_k, norm_k and to_v, whose first call attends to the
+    # text alone, or that has a function changed_text(query, out) for it: Normalized Attention Guidance changes the
+    # output (Wan). "": not supported.
+    text_attention: str = ""
 
     @property
     def lists(self):
