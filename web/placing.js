@@ -9,9 +9,9 @@ const MAX_STEPS = 40;                      // positions to try in each direction
 
 /**
  * Return {pos, groups, size, loaderHeight}. groups: the groups to enlarge, [index, box before, box after]. If the group has no space otherwise,
- * both nodes get their minimum height; loaderHeight is the new height of the node that was split.
+ * both nodes get their minimum height, `least` for the given one; loaderHeight is its new height.
  */
-export function placeNextTo(graph, node, [width, height]) {
+export function placeNextTo(graph, node, [width, height], least = MIN_HEIGHT) {
   const nodes = graph.nodes.map(({ pos, size }) => [pos[0], pos[1] - TITLE, size[0], size[1] + TITLE]);
   const boxes = (graph.groups ?? []).map(({ bounding }) => [...bounding]);
   const isFree = ([x, y], high = height, occupied = nodes, groups = boxes) => [...occupied, ...groups.map(([left, top, wide]) => [left, top, wide, GROUP_TITLE])]
@@ -27,14 +27,28 @@ export function placeNextTo(graph, node, [width, height]) {
       const titles = boxes.map((box, index) => groups?.find(([at]) => at === index)?.[2] ?? box);      // titles move with an enlarged group
       if (groups && isFree(pos, height, nodes, titles)) return { pos, groups, size, loaderHeight };
     }
-    const lower = nodes.map((box, index) => (graph.nodes[index] === node ? [...box.slice(0, 3), MIN_HEIGHT + TITLE] : box));
-    const between = positionsIn(boxes[own], width, MIN_HEIGHT).find((pos) => isFree(pos, MIN_HEIGHT, lower));
-    if (between) return { pos: between, groups: [], size: [width, MIN_HEIGHT], loaderHeight: Math.min(loaderHeight, MIN_HEIGHT) };
+    const lower = nodes.map((box, index) => (graph.nodes[index] === node ? [...box.slice(0, 3), Math.min(least, loaderHeight) + TITLE] : box));
+    const lowest = Math.min(height, MIN_HEIGHT);
+    const between = positionsIn(boxes[own], width, lowest).find((pos) => isFree(pos, lowest, lower));
+    if (between) return { pos: between, groups: [], size: [width, lowest], loaderHeight: Math.min(loaderHeight, least) };
   }
   const [x, y] = [node.pos[0], node.pos[1]], positions = [];
   for (let step = 0; step < MAX_STEPS; step++)
     positions.push([x - width - 40 - 80 * step, y], [x, y - height - 40 - 80 * step], [x, y + node.size[1] + 60 + 80 * step]);
   return { pos: positions.find((pos) => isFree(pos)) ?? positions[0], groups: [], size, loaderHeight };
+}
+
+/** Return the nearest position at which a node covers no node that it did not cover at its present one with the height of a title only. */
+export function settle(graph, node) {
+  const [[x, y], [width, height]] = [node.pos, node.size];
+  const boxOf = ([left, top], high) => [left, top - TITLE, width, high + TITLE];
+  const others = graph.nodes.filter((other) => other !== node && !other.flags?.collapsed).map(({ pos, size }) => [pos[0], pos[1] - TITLE, size[0], size[1] + TITLE])
+    .filter((other) => !overlap(boxOf(node.pos, 0), other));
+  const isFree = (pos) => others.every((other) => !overlap(boxOf(pos, height), other));
+  if (isFree([x, y])) return node.pos;
+  for (let step = 10; step <= 10 * MAX_STEPS; step += 10)
+    for (const pos of [[x, y - step], [x, y + step], [x - step, y], [x + step, y]]) if (isFree(pos)) return pos;
+  return node.pos;
 }
 
 /** Restore the size of enlarged groups, unless they have been changed since. */
