@@ -6,7 +6,7 @@
 import { idleWidgets } from "./config.js";
 import { addLink, attachLinks, called, carries, copyLink, counters, detachLinks, everyNode, field, hasLinks, isActive, isProxied, linkOf, linkPlaces, linksOf, nextId, nodeOf, pick, read,
   recordLink, removeLink, renameOutside, renamed, renumber, resetCounters, sameLinks, sources, walkDown, walkUp, write } from "./graph.js";
-import { choicesOf, heightOf, loaderOf, namesOf, valuesOf, widgetsOf } from "./loaders.js";
+import { choicesOf, sizeOf, loaderOf, namesOf, valuesOf, widgetsOf } from "./loaders.js";
 import { ATTENTIONS, DTYPES, LOADERS, OWN_MODELS, PIPELINES, RAYLIGHT, RAY_TYPES, effectOf, partOf } from "./packs.js";
 import { placeNextTo, settle, shrink } from "./placing.js";
 
@@ -424,13 +424,16 @@ function mapped({ from = {}, names = [] }, order) {
   return { same: Object.fromEntries(Object.entries(from).map(([to, old]) => [order.indexOf(to), names.indexOf(old)]).filter(([to, old]) => to >= 0 && old >= 0)) };
 }
 
-/** Give a node the height that its type needs, at a position where it covers no other node. */
+/** Give a node the size that its type needs, at a position where it covers no other node. */
 function fit({ definitions }, graph, node) {
-  const hidden = node.type === CONFIG ? idleSettings(definitions, node.widgets_values) : [];
-  const height = heightOf(definitions, node.type, node.outputs?.length ?? 0, hidden);
-  if (node.flags?.collapsed || height <= node.size[1]) return;
-  node.size = [node.size[0], height];
+  const [width, height] = leastSize(definitions, node);
+  if (node.flags?.collapsed || (width <= node.size[0] && height <= node.size[1])) return;
+  node.size = [Math.max(width, node.size[0]), Math.max(height, node.size[1])];
   node.pos = settle(graph, node);
+}
+
+function leastSize(definitions, node) {
+  return sizeOf(definitions, node.type, node.outputs?.length ?? 0, node.type === CONFIG ? idleSettings(definitions, node.widgets_values) : []);
 }
 
 function idleSettings(definitions, values) {
@@ -446,9 +449,8 @@ function addNode(book, graph, node, { type, named, from, names, takes = {}, feed
   const { definitions } = book, order = widgetsOf(definitions, type, named), values = valuesOf(definitions, type, named);
   const link = file && linkOf(node, file), load = type === LOAD;
   const hidden = type === CONFIG ? idleSettings(definitions, values) : [];
-  const height = load ? 110 : heightOf(definitions, type, OUTPUTS[type].length, hidden) || 60 + 24 * values.length;
-  const own = heightOf(definitions, node.type, node.outputs?.length ?? 0, node.type === CONFIG ? idleSettings(definitions, node.widgets_values) : []);
-  const { pos, groups, size, loaderHeight } = placeNextTo(graph, node, [Math.max(270, node.size[0]), height], own || undefined);
+  const height = load ? 110 : sizeOf(definitions, type, OUTPUTS[type].length, hidden)[1] || 60 + 24 * values.length;
+  const { pos, groups, size, loaderHeight } = placeNextTo(graph, node, [Math.max(270, node.size[0]), height], leastSize(definitions, node)[1] || undefined);
   node.size = [node.size[0], loaderHeight];
   for (const [index, , after] of groups) graph.groups[index].bounding = after;
   const made = {

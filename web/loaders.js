@@ -5,7 +5,9 @@ import { LOADERS } from "./packs.js";
 const FOLDERS = [["UNETLoader", "unet_name"], ["CheckpointLoaderSimple", "ckpt_name"], ["UnetLoaderGGUF", "unet_name"], ["DiffusersLoader", "model_path"]];
 const CONTROL = "control_after_generate", CONTROLS = ["fixed", "increment", "decrement", "randomize"];
 const KINDS = ["INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"];
-const [SLOT, WIDGET, MARGIN] = [20, 24, 6];                     // heights of a row of slots and of a widget, and a node's margin, in canvas pixels
+// Sizes in canvas pixels, as LiteGraph computes them: heights of a row of slots and of a widget, a node's margin, widths of a node without and with widgets,
+// and of a title: its ends, and a letter on average.
+const [SLOT, WIDGET, MARGIN, WIDTH, TITLE, LETTER] = [20, 24, 6, [140, 210], 40, 7.4];
 
 const inputsOf = (definition) => Object.entries({ ...definition?.input?.required, ...definition?.input?.optional });
 const isWidget = ([kind, options]) => (Array.isArray(kind) || KINDS.includes(kind)) && !options?.forceInput;
@@ -72,11 +74,12 @@ function hasModels(definitions, type, widget) {
   return choices.length > 0 && choices.every((choice) => models.has(choice));
 }
 
-/** Return the least height of a node of this type, without its title, in canvas pixels; 0 without a definition. hidden: widgets that are not shown. */
-export function heightOf(definitions, type, numOutputs, hidden = []) {
-  const inputs = inputsOf(definitions[type]);
-  if (!definitions[type]) return 0;
+/** Return the least size of a node of this type, without its title bar; [0, 0] without a definition. hidden: widgets that are not shown. */
+export function sizeOf(definitions, type, numOutputs, hidden = []) {
+  const definition = definitions[type], inputs = inputsOf(definition);
+  if (!definition) return [0, 0];
   const widgets = widgetsOf(definitions, type, {}).filter((name) => !hidden.includes(name)).length;
   const rows = Math.max(inputs.filter(([, spec]) => !isWidget(spec)).length, numOutputs, 1);
-  return rows * SLOT + MARGIN + (widgets ? widgets * WIDGET + 8 : 0);
+  const width = Math.max(widgets ? WIDTH[1] : WIDTH[0], TITLE + LETTER * (definition.display_name ?? type).length);
+  return [width, rows * SLOT + MARGIN + (widgets ? widgets * WIDGET + 8 : 0)];
 }

@@ -5,6 +5,7 @@
 
 const [TITLE, GROUP_TITLE, MARGIN] = [30, 36, 10];             // heights, and the margin at a group's edges
 const MIN_HEIGHT = 82;                     // of a node with two widgets and a row of slots
+const COLLAPSED = 80;                      // width of a collapsed node's title, at least
 const MAX_STEPS = 40;                      // positions to try in each direction
 
 /**
@@ -38,17 +39,16 @@ export function placeNextTo(graph, node, [width, height], least = MIN_HEIGHT) {
   return { pos: positions.find((pos) => isFree(pos)) ?? positions[0], groups: [], size, loaderHeight };
 }
 
-/** Return the nearest position at which a node covers no node that it did not cover at its present one with the height of a title only. */
+/** Return the nearest position at which a node covers no other one; its present position if there is none nearby. */
 export function settle(graph, node) {
   const [[x, y], [width, height]] = [node.pos, node.size];
-  const boxOf = ([left, top], high) => [left, top - TITLE, width, high + TITLE];
-  const others = graph.nodes.filter((other) => other !== node && !other.flags?.collapsed).map(({ pos, size }) => [pos[0], pos[1] - TITLE, size[0], size[1] + TITLE])
-    .filter((other) => !overlap(boxOf(node.pos, 0), other));
-  const isFree = (pos) => others.every((other) => !overlap(boxOf(pos, height), other));
-  if (isFree([x, y])) return node.pos;
-  for (let step = 10; step <= 10 * MAX_STEPS; step += 10)
-    for (const pos of [[x, y - step], [x, y + step], [x - step, y], [x + step, y]]) if (isFree(pos)) return pos;
-  return node.pos;
+  const others = graph.nodes.filter((other) => other !== node).map(({ pos, size, flags }) => [pos[0], pos[1] - TITLE, flags?.collapsed ? COLLAPSED : size[0],
+    (flags?.collapsed ? 0 : size[1]) + TITLE]);
+  const isFree = ([left, top]) => others.every((other) => !overlap([left, top - TITLE, width, height + TITLE], other));
+  const steps = Array.from({ length: 2 * MAX_STEPS + 1 }, (_, index) => 20 * (index - MAX_STEPS));
+  const positions = steps.flatMap((right) => steps.map((down) => [right, down])).sort(([a, b], [c, d]) => a * a + b * b - c * c - d * d);
+  const found = positions.find(([right, down]) => isFree([x + right, y + down]));
+  return found && (found[0] || found[1]) ? [x + found[0], y + found[1]] : node.pos;
 }
 
 /** Restore the size of enlarged groups, unless they have been changed since. */
