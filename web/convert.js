@@ -157,15 +157,23 @@ function changeOf({ definitions }, { node }, { file, names, values }, at, rest, 
   const config = settings.map((named) => ({ type: CONFIG, feeds: "parallel", named }));
   const load = { named: { model_name: values[file], weight_dtype: values.weight_dtype ?? "default" }, from: { model_name: file, ...(names.includes("weight_dtype") ? { weight_dtype: "weight_dtype" } : {}) } };
   const parts = rest.map((index) => partOf(node.type, node.outputs[index].type, values, (type, widget) => choicesOf(definitions, type, widget)));
-  const isWhole = rest.length === 0 || (rest.length > 0 && parts.every(Boolean));
-  if (isWhole)
-    return { type: LOAD, first: [PARALLEL], slots: { [file]: "model_name" }, ...load, names, outputs: [at], dropped,
-      adds: [...config, ...rest.map((index, order) => ({ type: parts[order].type, takes: { [OUTPUTS[parts[order].type].indexOf(parts[order].output)]: index }, named: parts[order].values, from: parts[order].same }))] };
+  if (parts.every(Boolean)) return { type: LOAD, first: [PARALLEL], slots: { [file]: "model_name" }, ...load, names, outputs: [at], dropped, adds: [...config, ...partsOf(parts, rest)] };
   const model = { type: LOAD, ...load, file, takes: { 0: at }, adds: config };
   const isCheckpoint = file === "ckpt_name" && node.outputs.every(({ type }) => ["MODEL", "CLIP", "VAE"].includes(type));
   if (!isCheckpoint) return { type: node.type, adds: [model], dropped: [] };
   return { type: "XDiTLoadClipVae", named: { ckpt_name: values[file] }, from: { ckpt_name: file }, names, outputs: node.outputs.map((_, index) => index).filter((index) => index !== at),
     adds: [model], dropped };
+}
+
+/** Return the nodes to add for the parts of a loader, with the outputs at these indices; one node for both outputs of a checkpoint. */
+function partsOf(parts, indices) {
+  const adds = new Map();
+  parts.forEach(({ type, output, values, same }, order) => {
+    const add = adds.get(type) ?? { type, named: values, from: same, takes: {} };
+    add.takes[OUTPUTS[type].indexOf(output)] = indices[order];
+    adds.set(type, add);
+  });
+  return [...adds.values()];
 }
 
 /** Return the pack whose model class a node outputs and runs itself, if any. */

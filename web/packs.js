@@ -42,8 +42,8 @@ const PLACEMENT = new Set([...Object.values(VARIANTS).flat(), "unet_device", "cl
   "unet_donor_device", "clip_compute_device", "clip_virtual_vram_gb", "clip_donor_device", "unet_expert_mode_allocations", "clip_expert_mode_allocations",
   "patch_on_device", "load_device", "offload_device", "patch_cublaslinear", "enable_fp16_accumulation"]);
 const OF_OTHER_OUTPUTS = /^(clip|vae|style_model)_/;
-const DEFAULTS = ["default", "auto", "disabled", "none", "None", "", false, null, undefined];        // values that change nothing, whatever the widget is
-const AS_DEFAULT = { high_precision_loras: true };
+const NEUTRAL = ["default", "auto", "disabled", "none", "None", "", null, undefined];               // values that change nothing, whatever the widget is
+const STANDARDS = { high_precision_loras: true };             // defaults of widgets without a definition; false for others
 export const DTYPES = ["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"];                      // of weight_dtype, in both ComfyUI's and our loader
 // SageAttention as its package chooses it is the `sage` of xDiT Parallel Config; its single kernels have no counterpart.
 export const ATTENTIONS = { sage_attention: { auto: "sage" } };
@@ -52,8 +52,8 @@ export const ATTENTIONS = { sage_attention: { auto: "sage" } };
 export function effectOf(name, value, standard) {
   if (name === "weight_dtype" || ATTENTIONS[name]?.[value]) return "mapped";
   if (PLACEMENT.has(name)) return "placement";
-  if (OF_OTHER_OUTPUTS.test(name) || DEFAULTS.includes(value) || value === (AS_DEFAULT[name] ?? standard)) return "default";
-  return "acts";
+  if (OF_OTHER_OUTPUTS.test(name) || NEUTRAL.includes(value)) return "default";
+  return value === (STANDARDS[name] ?? standard ?? false) ? "default" : "acts";
 }
 
 const CLIP_LOADERS = [null, "CLIPLoader", "DualCLIPLoader", "TripleCLIPLoader", "QuadrupleCLIPLoader"];
