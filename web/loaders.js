@@ -27,7 +27,8 @@ export function widgetsOf(definitions, type, values) {
 
 /** Return the values of a new node's widgets, in order; `values` are those that differ from the defaults. */
 export function valuesOf(definitions, type, values) {
-  const standards = Object.fromEntries(specsOf(definitions[type]).map(([name, [kind, options]]) => [name, options?.default ?? (Array.isArray(kind) ? kind[0] : options?.options?.[0])]));
+  const standardOf = ([kind, options]) => options?.default ?? (Array.isArray(kind) ? kind : options?.options)?.[0];
+  const standards = Object.fromEntries(specsOf(definitions[type]).map(([name, spec]) => [name, standardOf(spec)]));
   return widgetsOf(definitions, type, values).map((name) => values[name] ?? (name === CONTROL ? "fixed" : standards[name]));
 }
 

@@ -22,15 +22,18 @@ const VARIANTS = {
 const RES4LYF = { FluxLoader: ["clip_name1", "clip_name2_opt"], SD35Loader: ["clip_name1", "clip_name2_opt", "clip_name3_opt"],
   ClownModelLoader: ["clip_name1_opt", "clip_name2_opt", "clip_name3_opt", "clip_name4_opt", "clip_type"] };
 
+const variantsOf = ([type, widgets]) => Object.entries(VARIANTS).map(([suffix, more]) => [type + suffix, [...widgets, ...more]]);
+
 /** Loaders that are known without their pack: {type: names of widgets}. Others are recognised by their widgets' choices (loaders.js). */
 export const LOADERS = {
   ...BASES,
-  ...Object.fromEntries(Object.entries(BASES).flatMap(([type, widgets]) => Object.entries(VARIANTS).map(([suffix, more]) => [type + suffix, [...widgets, ...more]]))),
+  ...Object.fromEntries(Object.entries(BASES).flatMap(variantsOf)),
   ImageOnlyCheckpointLoader: ["ckpt_name"],
   unCLIPCheckpointLoader: ["ckpt_name"],
   CheckpointLoaderAdvancedMultiGPU: ["ckpt_name", "unet_device", "clip_device", "vae_device"],
   CheckpointLoaderAdvancedDisTorch2MultiGPU: ["ckpt_name", "unet_compute_device", "unet_virtual_vram_gb", "unet_donor_device", "clip_compute_device",
-    "clip_virtual_vram_gb", "clip_donor_device", "vae_device", "unet_expert_mode_allocations", "clip_expert_mode_allocations", "high_precision_loras", "eject_models"],
+    "clip_virtual_vram_gb", "clip_donor_device", "vae_device", "unet_expert_mode_allocations", "clip_expert_mode_allocations", "high_precision_loras",
+    "eject_models"],
   DiffusionModelLoaderKJ: ["model_name", "weight_dtype", "compute_dtype", "patch_cublaslinear", "sage_attention", "enable_fp16_accumulation"],
   FluxLoader: ["model_name", "weight_dtype", ...RES4LYF.FluxLoader, "vae_name", "clip_vision_name", "style_model_name"],
   SD35Loader: ["model_name", "weight_dtype", ...RES4LYF.SD35Loader, "vae_name"],
@@ -66,31 +69,40 @@ const ONLY_FOR = { TripleCLIPLoader: "sd3", QuadrupleCLIPLoader: "hidream" };   
  */
 export function partOf(type, output, values, choices) {
   if (!(type in RES4LYF)) return null;
+  const isNone = (name) => values[name] === ".none";
   const checkpoint = { type: "XDiTLoadClipVae", output, values: { ckpt_name: values.model_name }, same: { ckpt_name: "model_name" } };
   const single = (loader, widget, from) => ({ type: loader, output, values: { [widget]: values[from] }, same: { [widget]: from } });
-  if (output === "VAE") return values.vae_name === ".use_ckpt_vae" ? checkpoint : values.vae_name === ".none" ? null : single("VAELoader", "vae_name", "vae_name");
-  if (output === "CLIP_VISION") return values.clip_vision_name === ".none" ? null : single("CLIPVisionLoader", "clip_name", "clip_vision_name");
-  if (output === "STYLE_MODEL") return values.style_model_name === ".none" ? null : single("StyleModelLoader", "style_model_name", "style_model_name");
-  const names = RES4LYF[type].filter((name) => name !== "clip_type" && values[name] !== ".none");
+  if (output === "VAE" && values.vae_name === ".use_ckpt_vae") return checkpoint;
+  if (output === "VAE") return isNone("vae_name") ? null : single("VAELoader", "vae_name", "vae_name");
+  if (output === "CLIP_VISION") return isNone("clip_vision_name") ? null : single("CLIPVisionLoader", "clip_name", "clip_vision_name");
+  if (output === "STYLE_MODEL") return isNone("style_model_name") ? null : single("StyleModelLoader", "style_model_name", "style_model_name");
+  const names = RES4LYF[type].filter((name) => name !== "clip_type" && !isNone(name));
   if (values[names[0]] === ".use_ckpt_clip") return checkpoint;
   const loader = CLIP_LOADERS[names.length], kind = CLIP_TYPES[type] ?? values.clip_type;
   if (!loader || (ONLY_FOR[loader] ?? kind) !== kind || !(choices(loader, "type") ?? [kind]).includes(kind) || kind === ".auto") return null;
-  const widgets = names.map((name, index) => [names.length === 1 ? "clip_name" : `clip_name${index + 1}`, name]);
-  return { type: loader, output, values: { ...Object.fromEntries(widgets.map(([to, from]) => [to, values[from]])), ...(loader in ONLY_FOR ? {} : { type: kind, device: "default" }) },
-    same: { ...Object.fromEntries(widgets), ...(loader in ONLY_FOR || CLIP_TYPES[type] ? {} : { type: "clip_type" }) } };
+  const from = Object.fromEntries(names.map((name, index) => [names.length === 1 ? "clip_name" : `clip_name${index + 1}`, name]));
+  const files = Object.fromEntries(Object.entries(from).map(([to, name]) => [to, values[name]]));
+  if (loader in ONLY_FOR) return { type: loader, output, values: files, same: from };
+  return { type: loader, output, values: { ...files, type: kind, device: "default" }, same: CLIP_TYPES[type] ? from : { ...from, type: "clip_type" } };
 }
 
 // ---- models that another pack runs itself: by the type of the output, and by the type of the node
 
 export const OWN_MODELS = { WANVIDEOMODEL: "ComfyUI-WanVideoWrapper" };
-export const PIPELINES = { "xDiT.Preset": "xdit-comfyui (xDiT project)", "xDiT.Model": "xdit-comfyui (xDiT project)", "xDiT.Sample": "xdit-comfyui (xDiT project)" };
+const OFFICIAL = "xdit-comfyui (xDiT project)";
+export const PIPELINES = { "xDiT.Preset": OFFICIAL, "xDiT.Model": OFFICIAL, "xDiT.Sample": OFFICIAL };
 
 // ---- raylight: its nodes exchange types of its own, so either all of a workflow's nodes are converted or none
 
 const BEFORE_CFG = ["ray_cluster_address", "ray_cluster_namespace", "GPU", "ulysses_degree", "ring_degree"];
+const SELECTED = [...BEFORE_CFG.slice(0, 3), "GPU_SELECT", ...BEFORE_CFG.slice(3)];
 const FSDP = ["FSDP", "FSDP_CPU_OFFLOAD"], TESTS = ["skip_comm_test", "use_mmap"], RAY = ["ray_object_store_gb", "ray_dashboard_address", "torch_dist_address"];
-const SAMPLED = ["add_noise", "noise_seed", "control_after_generate", "steps", "cfg", "sampler_name", "scheduler", "start_at_step", "end_at_step", "return_with_leftover_noise"];
-const ATTENTION_BACKENDS = { TORCH_MATH: "sdpa", TORCH_FLASH: "sdpa", TORCH_EFFICIENT: "sdpa", TORCH_CUDNN: "sdpa", TORCH: "sdpa", FA: "flash", FA3: "flash3", SAGE_AUTO: "sage" };
+const NOISE = ["noise_seed", "control_after_generate"];
+const SAMPLED = ["add_noise", ...NOISE, "steps", "cfg", "sampler_name", "scheduler", "start_at_step", "end_at_step",
+  "return_with_leftover_noise"];
+const ATTENTION_BACKENDS = {
+  TORCH: "sdpa", TORCH_MATH: "sdpa", TORCH_FLASH: "sdpa", TORCH_EFFICIENT: "sdpa", TORCH_CUDNN: "sdpa", FA: "flash", FA3: "flash3", SAGE_AUTO: "sage",
+};
 const TILES = ["tile_size", "overlap", "temporal_size", "temporal_overlap"];
 const LOCAL = ["", "local", "LOCAL"];
 const toModel = { ray_actors: "model" }, alone = { ray_actors: null };
@@ -100,8 +112,8 @@ function parallelOf({ GPU, GPU_SELECT = "", ulysses_degree, ring_degree, cfg_deg
   const [ulysses, ring, cfg] = [ulysses_degree, ring_degree, cfg_degree].map((degree) => Math.max(1, Number(degree)));
   const selected = GPU_SELECT.split(",").map((name) => name.trim()).filter(Boolean);
   const devices = Array.from({ length: GPU }, (_, index) => `cuda:${selected[index] ?? index}`);
-  return { devices: devices.join(","), mode: "manual", ulysses_degree: ulysses, ring_degree: ring, cfg_degree: cfg, data_degree: Math.max(1, Math.floor(GPU / (ulysses * ring * cfg))),
-    attention: ATTENTION_BACKENDS[XFuser_attention] };
+  return { devices: devices.join(","), mode: "manual", ulysses_degree: ulysses, ring_degree: ring, cfg_degree: cfg,
+    data_degree: Math.max(1, Math.floor(GPU / (ulysses * ring * cfg))), attention: ATTENTION_BACKENDS[XFuser_attention] };
 }
 
 const INITIALIZER = {
@@ -128,9 +140,9 @@ export const RAYLIGHT = {
     [...BEFORE_CFG, "cfg_degree", ...FSDP, "XFuser_attention"], [...BEFORE_CFG, ...FSDP, "XFuser_attention"], [...BEFORE_CFG, ...FSDP],
   ] },
   RayInitializerAdvanced: { ...INITIALIZER, widgets: [
-    [...BEFORE_CFG.toSpliced(3, 0, "GPU_SELECT"), "clear_vram_after_sampling", "cfg_degree", "dp_degree", "sync_ulysses", ...FSDP, "XFuser_attention", ...TESTS, ...RAY],
-    [...BEFORE_CFG.toSpliced(3, 0, "GPU_SELECT"), "cfg_degree", "dp_degree", "sync_ulysses", ...FSDP, "XFuser_attention", ...TESTS, ...RAY],
-    [...BEFORE_CFG.toSpliced(3, 0, "GPU_SELECT"), "cfg_degree", "sync_ulysses", ...FSDP, "XFuser_attention", ...TESTS, ...RAY],
+    [...SELECTED, "clear_vram_after_sampling", "cfg_degree", "dp_degree", "sync_ulysses", ...FSDP, "XFuser_attention", ...TESTS, ...RAY],
+    [...SELECTED, "cfg_degree", "dp_degree", "sync_ulysses", ...FSDP, "XFuser_attention", ...TESTS, ...RAY],
+    [...SELECTED, "cfg_degree", "sync_ulysses", ...FSDP, "XFuser_attention", ...TESTS, ...RAY],
     [...BEFORE_CFG, "cfg_degree", "sync_ulysses", ...FSDP, "XFuser_attention", ...TESTS, ...RAY],
     [...BEFORE_CFG.slice(0, 2), ...RAY, ...BEFORE_CFG.slice(2), "cfg_degree", "sync_ulysses", ...FSDP, "XFuser_attention"],
   ] },
@@ -143,21 +155,25 @@ export const RAYLIGHT = {
   XFuserKSamplerAdvanced: { to: "KSamplerAdvanced", widgets: [[...SAMPLED, "denoise"], SAMPLED], same: Object.fromEntries(SAMPLED.map((name) => [name, name])),
     only: { denoise: [1] }, slots: toModel, outputs: [["LATENT", 0]], through: { 1: ["ray_actors"] } },
   XFuserSamplerCustom: { to: "SamplerCustom", slots: toModel, outputs: [["output", 0], ["denoised_output"]], through: { 1: ["ray_actors"] } },
-  XFuserSamplerCustomAdvanced: { to: "SamplerCustomAdvanced", widgets: [["add_noise", "noise_seed", "control_after_generate"]], same: {}, only: { add_noise: [true] },
+  XFuserSamplerCustomAdvanced: { to: "SamplerCustomAdvanced", widgets: [["add_noise", ...NOISE]], same: {}, only: { add_noise: [true] },
     outputs: [["output", 0], ["denoised_output", 1]], through: { 2: ["guider", "ray_actors"] },
-    feeds: { noise: { type: "RandomNoise", output: "NOISE", same: { noise_seed: "noise_seed", control_after_generate: "control_after_generate" } } } },
+    feeds: { noise: { type: "RandomNoise", same: Object.fromEntries(NOISE.map((name) => [name, name])) } } },
   RayVAEDecodeDistributed: { to: "XDiTVAEDecode", widgets: [["vae_name", ...TILES], TILES], same: {}, dropped: TILES, slots: alone, outputs: [["IMAGE", 0]],
-    feeds: { vae: { type: "VAELoader", output: "VAE", same: { vae_name: "vae_name" } } } },
+    feeds: { vae: { type: "VAELoader", same: { vae_name: "vae_name" } } } },
   RayVAELoader: { to: "VAELoader", slots: alone, outputs: [["VAE", 0]] },
   RayControlNetLoader: { to: "ControlNetLoader", slots: alone, outputs: [["CONTROL_NET", 0]] },
   RayControlNetApply: { to: "ControlNetApplyAdvanced", slots: { ray_control_net: "control_net", ray_vae: "vae" } },
   RayBasicGuider: { to: "BasicGuider", slots: toModel, outputs: [["GUIDER", 0]] },
   RayCFGGuider: { to: "CFGGuider", slots: toModel, outputs: [["GUIDER", 0]] },
   RayDualCFGGuider: { to: "DualCFGGuider", slots: toModel, outputs: [["GUIDER", 0]] },
-  ...Object.fromEntries(["BasicScheduler", "BetaSamplingScheduler", "SamplingPercentToSigma", "SamplerSASolver"].map((type) => [`Ray${type}`, { to: type, slots: toModel }])),
-  ...Object.fromEntries(["ModelSamplingDiscrete", "ModelSamplingContinuousEDM", "ModelSamplingContinuousV", "ModelSamplingStableCascade", "ModelSamplingSD3", "ModelSamplingAuraFlow",
-    "ModelSamplingFlux", "ModelSamplingLTXV", "RescaleCFG", "ModelComputeDtype", "TorchCompileModel"].map((type) => [`Ray${type}`, { to: type, slots: toModel, outputs: [["MODEL", 0]] }])),
+  ...Object.fromEntries(["BasicScheduler", "BetaSamplingScheduler", "SamplingPercentToSigma", "SamplerSASolver"]
+    .map((type) => [`Ray${type}`, { to: type, slots: toModel }])),
+  ...Object.fromEntries(["ModelSamplingDiscrete", "ModelSamplingContinuousEDM", "ModelSamplingContinuousV", "ModelSamplingStableCascade", "ModelSamplingSD3",
+    "ModelSamplingAuraFlow", "ModelSamplingFlux", "ModelSamplingLTXV", "RescaleCFG", "ModelComputeDtype", "TorchCompileModel"]
+    .map((type) => [`Ray${type}`, { to: type, slots: toModel, outputs: [["MODEL", 0]] }])),
   ...Object.fromEntries(["Reroute", "SetNode", "GetNode"].map((type) => [type, { to: type }])),        // these pass on any type
 };
 /** raylight's types of slots, and ComfyUI's in their place. */
-export const RAY_TYPES = { RAY_ACTORS_INIT: "XDIT_PARALLEL", RAY_ACTORS: "MODEL", RAY_LORA: "MODEL", RAY_GUIDER: "GUIDER", RAY_CONTROL_NET: "CONTROL_NET", RAY_VAE: "VAE", ray_vae: "VAE" };
+export const RAY_TYPES = {
+  RAY_ACTORS_INIT: "XDIT_PARALLEL", RAY_ACTORS: "MODEL", RAY_LORA: "MODEL", RAY_GUIDER: "GUIDER", RAY_CONTROL_NET: "CONTROL_NET", RAY_VAE: "VAE", ray_vae: "VAE",
+};

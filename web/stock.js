@@ -3,7 +3,8 @@
  * workflow files.
  */
 
-import { SAME_INPUTS, WAS } from "./convert.js";
+import { WAS } from "./change.js";
+import { SAME_INPUTS } from "./convert.js";
 import { called, everyNode, hasLinks, linkOf, read, removeLink, renameOutside, renamed, renumber } from "./graph.js";
 import { DTYPES, LOADERS } from "./packs.js";
 
