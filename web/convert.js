@@ -1,30 +1,22 @@
 /**
- * Conversion of a workflow to run on all GPUs, and back: pure functions of workflow files. The property `xdit_was` of a converted node stores
- * its original, which is all that converting back needs.
+ * Conversion of a workflow to run on all GPUs, and back: pure functions of workflow files. change.js has the change of a single node.
  */
 
-import { placeNextTo, shrink } from "./placing.js";
+import { CONFIG, LOAD, OUTPUTS, PARALLEL, WAS, apply, droppedSettings, restore, whyNotBack } from "./change.js";
+import { attachLinks, called, carries, counters, detachLinks, everyNode, hasLinks, isActive, isProxied, linkOf, linkPlaces, read, resetCounters, sources,
+  walkDown, walkUp } from "./graph.js";
+import { choicesOf, loaderOf } from "./loaders.js";
+import { ATTENTIONS, DTYPES, LOADERS, OWN_MODELS, PIPELINES, RAYLIGHT, effectOf, partOf } from "./packs.js";
+import { shrink } from "./placing.js";
+import { isRewired, takeOver, valuesByName } from "./takeover.js";
 
-export const WAS = "xdit_was";
-const PACK = "xdit-comfyui";
-const INPUT_NODE = -10;                    // ids of a subgraph's input and output nodes in its links
-const OUTPUT_NODE = -20;
-const [MUTED, BYPASSED] = [2, 4];
-const FIELDS = ["id", "origin_id", "origin_slot", "target_id", "target_slot", "type"];        // of a link stored as a list
-
-// Loaders whose files Load xDiT Model can load: the file widget, and the values of weight_dtype that both support.
-export const LOADERS = {
-  UNETLoader: { file: "unet_name", dtypes: ["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"] },
-  UnetLoaderGGUF: { file: "unet_name", dtypes: ["default"] },
-  CheckpointLoaderSimple: { file: "ckpt_name", dtypes: ["default"] },
-  ImageOnlyCheckpointLoader: { file: "ckpt_name", dtypes: ["default"], stays: true },          // stays for its CLIP vision model and VAE
-};
 export const SAME_INPUTS = { KSampler: "XDiTParallelSampler", VAEDecode: "XDiTVAEDecode", VAEEncode: "XDiTVAEEncode" };
 const VAE_FILES = { VAELoader: "vae_name", CheckpointLoaderSimple: "ckpt_name", ImageOnlyCheckpointLoader: "ckpt_name" };
 // Nodes whose model patches the workers reject (docs/reference/nodes.md); so are those of REFUSED_INPUTS.
 export const REFUSED = [
   "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "TomePatchModel", "TrainLoraNode",
 ];
+const REFUSED_OF_PACKS = ["XfuserFluxLoraLoader"];             // calls methods of its own pack's model
 // Nodes that are not converted when their model is, with the reason shown.
 const STAY = {
   KSamplerAdvanced: "as_it_is", SamplerCustom: "as_it_is", SamplerCustomAdvanced: "as_it_is",
@@ -37,105 +29,154 @@ export const FOR_OTHERS = {
 const REFUSED_INPUTS = ["GLIGEN", "PULIDFLUX"];
 
 /**
- * Convert a workflow to run on all GPUs. refusals: {models, vaes}, each {file: why the workers cannot load it}, as far as known.
- * Returns {workflow, changed, left, stay, already}. changed: number of converted nodes. left: [{id, type, title, inside, reason, ...}] of nodes that
- * have a counterpart in the pack but were not converted; `reason` is a key of texts.js, the other fields are its values. stay: the same for nodes
- * without a counterpart. already: nothing was converted and the workflow already has a Load xDiT Model.
+ * Convert a workflow to run on all GPUs. refusals: {models, vaes}, each {file: why the workers cannot load it}, as far as known. definitions: {type:
+ * definition} of the installed nodes, as /object_info returns them. Returns {workflow, outcomes, changed, left, stay, dropped, already}.
+ * outcomes: one for each node that has or needs a counterpart: {id, type, title, inside, outcome, reason, ...}. outcome: "converted" (`to`: the new
+ * type), "unchanged" (it works as it is, or on one device), or "named" (why it cannot be converted). `reason` is a key of texts.js, the other fields are
+ * its values. changed: number of converted nodes. left, stay: the named and the unchanged ones. dropped: converted ones with settings that have no effect
+ * on all GPUs. already: nothing was converted and the workflow already has a Load xDiT Model.
  */
-export function toAllGpus(source, refusals = {}) {
+export function toAllGpus(source, refusals = {}, definitions = {}) {
   const workflow = structuredClone(source);
-  const book = read(workflow);
-  const left = [];
-  const leave = (place, reason, more) => left.push({ ...called(book, place), reason, ...more });
-  const converted = new Set([...everyNode(book)].map(({ node }) => node).filter((node) => node.type === "XDiTLoadModel"));
-  const loaders = [];
+  const book = { ...read(workflow), definitions, recorded: new Set() };
+  book.places = linkPlaces(book);
+  const outcomes = [], before = counters(workflow);
+  const report = (place, outcome, more) => outcomes.push({ ...called(book, place), outcome, ...more });
+  const leave = (place, [reason, more]) => report(place, "named", { reason, ...more });
+  const hadModel = [...everyNode(book)].some(({ node }) => node.type === LOAD);
+  const made = takeOver(book, refusals.models ?? {}, report, leave);
+  const converted = new Set([...everyNode(book)].map(({ node }) => node).filter((node) => node.type === LOAD));
+  const changes = [];
   for (const place of everyNode(book)) {
-    const { node } = place;
-    const reason = whyNotLoader(book, place, refusals.models ?? {});
-    if (reason) leave(place, ...reason);
-    else if (node.type in LOADERS && hasLinks(node.outputs[0])) {
-      loaders.push(place);
-      converted.add(node);
-    }
+    const { reason, change } = loaderChange(book, place, refusals.models ?? {}) ?? {};
+    if (reason) leave(place, reason);
+    if (!change) continue;
+    changes.push([place, change]);
+    converted.add(place.node);
   }
-  const others = [];
   for (const place of everyNode(book)) {
     const { node } = place;
     if (!(node.type in SAME_INPUTS)) continue;
     const reason = node.type === "KSampler" ? whyNotSampler(book, place, converted) : whyNotVae(book, place, converted, refusals.vaes ?? {});
-    if (reason) leave(place, ...reason);
-    else others.push(place);
+    if (reason) leave(place, reason);
+    else changes.push([place, { type: SAME_INPUTS[node.type] }]);
   }
-  const stay = [...everyNode(book)].filter(({ graph, node }) => whyItStays(book, graph, node, converted))
-    .map((place) => ({ ...called(book, place), reason: STAY[place.node.type] }));
-  for (const { node } of others) become(node, SAME_INPUTS[node.type]);
-  const before = counters(workflow);
-  const made = loaders.map((place) => convertLoader(book, place)).filter(Boolean);
+  for (const place of everyNode(book)) {
+    const reason = place.node.properties?.[WAS] ? null : whyItStays(book, place.graph, place.node, converted);
+    if (reason) report(place, "unchanged", { reason });
+  }
+  for (const [place, change] of changes) report(place, "converted", { to: change.type, ...droppedSettings(change.dropped) });
+  for (const [place, change] of changes) made.push(...apply(book, place, change));
   for (const node of made) node.properties[WAS].before = before;
-  return { workflow, changed: loaders.length + others.length, left, stay, already: !made.length && !loaders.length && converted.size > 0 };
+  const of = (outcome) => outcomes.filter((one) => one.outcome === outcome);
+  return { workflow, outcomes, changed: of("converted").length, left: of("named"), stay: of("unchanged"),
+    dropped: of("converted").filter(({ reason }) => reason), already: !of("converted").length && hadModel };
 }
 
 /** Undo toAllGpus and keep later edits. Returns {workflow, changed, left}. Nodes of the pack that toAllGpus did not make are left to stock.js. */
 export function toOneGpu(source) {
   const workflow = structuredClone(source);
   const book = read(workflow);
-  const left = [];
-  let changed = 0;
-  const undone = [];
-  for (const place of [...everyNode(book)]) {
-    const { graph, node } = place;
-    const was = node.properties?.[WAS];
-    if (!was || was.of !== undefined) continue;
-    const partner = was.split ? graph.nodes.find((other) => other.properties?.[WAS]?.of === node.id) : null;
-    const reason = whyNotBack(node, was, partner);
-    if (reason) {
-      left.push({ ...called(book, place), ...reason });
-      continue;
-    }
-    restore(book, place, was, partner);
-    if (partner) undone.push([graph, partner.properties[WAS]]);
-    changed++;
+  const left = [], undone = [];
+  const places = [...everyNode(book)].filter(({ node }) => node.properties?.[WAS] && node.properties[WAS].of === undefined).map((place) => ({ ...place,
+    was: place.node.properties[WAS], partners: place.graph.nodes.filter((other) => other.properties?.[WAS]?.of === place.node.id) }));
+  const reasons = new Map(places.map((place) => [place, whyNotBack(place)]));
+  const taken = places.filter(({ was }) => was.taken);
+  const edited = taken.find((place) => reasons.get(place) ?? (isRewired(place, taken) && reasons.set(place, { reason: "edited" })));
+  for (const place of edited ? taken : []) if (!reasons.get(place)) reasons.set(place, { reason: "with", by: edited.node.title || edited.node.type });
+  const restored = places.filter((place) => !reasons.get(place));
+  for (const place of places) if (reasons.get(place)) left.push({ ...called(book, place), ...reasons.get(place) });
+  const recordsOf = (graph) => restored.filter((place) => place.graph === graph).flatMap(({ was }) => was.links ?? []);
+  const records = book.graphs.map((graph) => [graph, detachLinks(book, graph, recordsOf(graph))]);
+  for (const place of restored) {
+    restore(book, place);
+    undone.push(...place.partners.map((partner) => [place.graph, partner.properties[WAS]]));
   }
+  for (const [graph, links] of records) attachLinks(book, graph, links);
   for (const [graph, { groups }] of [...undone].reverse()) shrink(graph, groups);
   if (undone.length) resetCounters(book, undone[0][1].before);
-  return { workflow, changed, left };
+  return { workflow, changed: restored.length, left };
 }
 
 /** Return the files of a workflow's loaders, {models, vaes}, for which toAllGpus needs refusals. */
-export function filesOf(workflow) {
+export function filesOf(workflow, definitions = {}) {
   const files = { models: new Set(), vaes: new Set() };
+  const add = (list, file) => typeof file === "string" && list.add(file);
   for (const { node } of everyNode(read(workflow))) {
-    const [file] = Array.isArray(node.widgets_values) ? node.widgets_values : [];
-    if (typeof file !== "string") continue;
-    if (node.type in LOADERS) files.models.add(file);
-    if (node.type in VAE_FILES) files.vaes.add(file);
+    const loader = loaderOf(node, definitions);
+    if (loader?.file && node.outputs?.some(({ type }) => type === "MODEL")) add(files.models, loader.values[loader.file]);
+    if (RAYLIGHT[node.type]?.to === LOAD) add(files.models, valuesByName(node, definitions).unet_name);
+    if (node.type in VAE_FILES && Array.isArray(node.widgets_values)) add(files.vaes, node.widgets_values[0]);
   }
   return { models: [...files.models], vaes: [...files.vaes] };
 }
 
 // ---- convertible nodes
 
-function whyNotLoader(book, place, refusals) {
-  const { graph, node } = place;
-  const isLoader = node.outputs?.some((slot) => slot.type === "MODEL" && hasLinks(slot)) && !book.subgraphs.has(node.type)
-    && node.type !== "XDiTLoadModel" && !node.inputs?.some((slot) => carries(slot, null, "MODEL"));
-  if (!isLoader) return null;
-  if (!(node.type in LOADERS)) return ["no_counterpart"];
-  const { dtypes } = LOADERS[node.type];
-  if (!Array.isArray(node.widgets_values)) return ["no_counterpart"];
-  const [file, dtype = "default"] = node.widgets_values;
-  if (!dtypes.includes(dtype)) return ["dtype", { dtype }];
-  if (refusals[file]) return ["file", { text: refusals[file] }];
-  const splits = node.outputs.slice(1).some(hasLinks);
-  if (splits && linkOf(node, LOADERS[node.type].file) == null && isProxied(book, graph, node, LOADERS[node.type].file)) return ["promoted"];
+/** Return how a loader of a model converts, {change} or {reason}; null if the node is none, or unused. */
+function loaderChange(book, place, refusals) {
+  const { graph, node } = place, { definitions } = book;
+  if (book.subgraphs.has(node.type) || node.type === LOAD) return null;
+  const own = PIPELINES[node.type] ?? runnerOf(node);
+  if (own) return { reason: ["own_model", { by: own }] };
+  const at = (node.outputs ?? []).findIndex((slot) => slot.type === "MODEL" && hasLinks(slot));
+  if (at < 0 || node.inputs?.some((slot) => carries(slot, null, "MODEL"))) return null;
+  const loader = loaderOf(node, definitions);
+  if (!loader?.file) return { reason: loader ? ["several_files", loader] : ["no_counterpart"] };
+  const { file, names, values, standards } = loader;
+  const dtype = values.weight_dtype ?? "default";
+  if (!DTYPES.includes(dtype)) return { reason: ["dtype", { dtype }] };
+  if (refusals[values[file]]) return { reason: ["file", { text: refusals[values[file]] }] };
+  const others = names.filter((name) => name !== file);
+  const effects = Object.fromEntries(others.map((name) => [name, effectOf(name, values[name], standards[name])]));
+  const acting = others.find((name) => effects[name] === "acts");
+  if (acting) return { reason: ["setting", { name: acting, value: String(values[acting]) }] };
+  const isKept = ({ name, widget }) => (widget && [file, "weight_dtype"].includes(name)) || effects[name] === "placement";
+  const linked = node.inputs?.find((slot) => slot.link != null && !isKept(slot));
+  if (linked) return { reason: ["input", { name: linked.name }] };
+  const rest = node.outputs.map((slot, index) => (index !== at && hasLinks(slot) ? index : -1)).filter((index) => index >= 0);
+  if (rest.length && linkOf(node, file) == null && isProxied(book, graph, node, file)) return { reason: ["promoted"] };
   let reason = null;
-  walkDown(book, graph, node.outputs[0], "MODEL", (inner, user) => {
+  walkDown(book, graph, node.outputs[at], "MODEL", (inner, user) => {
     const other = FOR_OTHERS[user.type] ?? inConditioning(book, inner, user, ({ type }) => FOR_OTHERS[type]);
     if (other) reason ??= ["other_model", { model: other }];
-    const found = refusedInput(user) ?? (REFUSED.includes(user.type) ? user : null) ?? inConditioning(book, inner, user, refusedInput);
+    const isRefused = [...REFUSED, ...REFUSED_OF_PACKS].includes(user.type);
+    const found = refusedInput(user) ?? (isRefused ? user : null) ?? inConditioning(book, inner, user, refusedInput);
     if (found) reason ??= ["patch", { by: found.title || found.type }];
   });
-  return reason;
+  return reason ? { reason } : { change: changeOf(book, place, loader, at, rest, others.filter((name) => effects[name] === "placement")) };
+}
+
+/** Return the change of a loader: to Load xDiT Model, or with one for its MODEL alone if the rest of its outputs needs another loader. */
+function changeOf({ definitions }, { node }, { file, names, values }, at, rest, dropped) {
+  const settings = Object.entries(ATTENTIONS).flatMap(([name, kinds]) => (kinds[values[name]] ? [{ attention: kinds[values[name]] }] : []));
+  const config = settings.map((named) => ({ type: CONFIG, feeds: "parallel", named }));
+  const load = { named: { model_name: values[file], weight_dtype: values.weight_dtype ?? "default" }, from: { model_name: file, weight_dtype: "weight_dtype" } };
+  const parts = rest.map((index) => partOf(node.type, node.outputs[index].type, values, (type, widget) => choicesOf(definitions, type, widget)));
+  if (parts.every(Boolean))
+    return { type: LOAD, first: [PARALLEL], slots: { [file]: "model_name" }, ...load, names, outputs: [at], adds: [...config, ...partsOf(parts, rest)], dropped };
+  const model = { type: LOAD, ...load, file, takes: { 0: at }, adds: config };
+  const isCheckpoint = file === "ckpt_name" && node.outputs.every(({ type }) => ["MODEL", "CLIP", "VAE"].includes(type));
+  if (!isCheckpoint) return { type: node.type, adds: [model], dropped: [] };
+  const others = node.outputs.map((_, index) => index).filter((index) => index !== at);
+  return { type: "XDiTLoadClipVae", named: { ckpt_name: values[file] }, from: { ckpt_name: file }, names, outputs: others, adds: [model], dropped };
+}
+
+/** Return the nodes to add for the parts of a loader, with the outputs at these indices; one node for both outputs of a checkpoint. */
+function partsOf(parts, indices) {
+  const adds = new Map();
+  parts.forEach(({ type, output, values, same }, order) => {
+    const add = adds.get(type) ?? { type, named: values, from: same, takes: {} };
+    add.takes[OUTPUTS[type].indexOf(output)] = indices[order];
+    adds.set(type, add);
+  });
+  return [...adds.values()];
+}
+
+/** Return the pack whose model class a node outputs and runs itself, if any. */
+function runnerOf(node) {
+  const slot = node.outputs?.find(({ type }) => type in OWN_MODELS);
+  return slot && hasLinks(slot) && !node.inputs?.some(({ type }) => type === slot.type) ? OWN_MODELS[slot.type] : null;
 }
 
 function whyNotSampler(book, { graph, node }, converted) {
@@ -155,13 +196,15 @@ function whyNotVae(book, { graph, node }, converted, refusals) {
   return null;
 }
 
-/** Return whether a node is one of STAY and uses a converted model. */
+/** Return why a node that uses a converted model, or that another pack places, stays as it is; null if it is neither. */
 function whyItStays(book, graph, node, converted) {
-  if (!(node.type in STAY) || !isActive(node) || !converted.size) return false;
-  if (STAY[node.type] !== "as_it_is") return true;
+  if (!isActive(node) || !converted.size) return null;
+  if (/MultiGPU$/.test(node.type) && !converted.has(node) && !(node.type in LOADERS)) return "placed";
+  if (!(node.type in STAY)) return null;
+  if (STAY[node.type] !== "as_it_is") return STAY[node.type];
   const guiders = linkOf(node, "guider") == null ? [node] : sources(book, graph, linkOf(node, "guider"), "GUIDER");
   const links = guiders.map((one) => [book.graphs.find((inner) => inner.nodes.includes(one)), linkOf(one, "model")]).filter(([, link]) => link != null);
-  return links.some(([inner, link]) => sources(book, inner, link, "MODEL").some((source) => converted.has(source)));
+  return links.some(([inner, link]) => sources(book, inner, link, "MODEL").some((source) => converted.has(source))) ? STAY[node.type] : null;
 }
 
 function refusedInput(node) {
@@ -179,284 +222,3 @@ function inConditioning(book, graph, node, find) {
   return found;
 }
 
-function whyNotBack(node, was, partner) {
-  if (was.split && !partner) return { reason: "partner" };
-  if (was.split && partner.widgets_values[0] !== node.widgets_values[0]) return { reason: "files_differ", text: partner.widgets_values[0] };
-  const loader = partner ?? (node.type === "XDiTLoadModel" ? node : null);
-  const dtype = loader?.widgets_values[1] ?? "default";
-  return loader && !LOADERS[was.type].dtypes.includes(dtype) ? { reason: "dtype", dtype } : null;
-}
-
-// ---- conversion
-
-/** Change a node's type. names: {old slot: new slot}. first: additional slots before the others. */
-function become(node, type, names = {}, first = []) {
-  const { cnr_id, ver } = node.properties ?? {};
-  const was = { type: node.type, inputs: node.inputs ?? [], outputs: node.outputs ?? [], size: node.size, keys: Object.keys(node.properties ?? {}) };
-  if (cnr_id !== undefined) Object.assign(was, { cnr_id, ver });
-  node.type = type;
-  node.inputs = [...first, ...was.inputs.map((slot) => renamed(slot, names[slot.name] ?? slot.name))];
-  node.outputs = was.outputs.map((slot) => ({ ...slot }));
-  node.properties = { ...node.properties, [WAS]: was };
-  if (type === was.type) return was;
-  if (cnr_id !== undefined) node.properties.cnr_id = PACK;
-  delete node.properties.ver;
-  if (cnr_id === undefined && ver !== undefined) was.ver = ver;
-  return was;
-}
-
-/** Convert a loader. Returns the new Load xDiT Model if the node itself stays for its text encoders and VAE, else undefined. */
-function convertLoader(book, { graph, node }) {
-  const { file, stays } = LOADERS[node.type];
-  const [name, dtype = "default"] = node.widgets_values;
-  const parallel = { name: "parallel", type: "XDIT_PARALLEL", shape: 7, link: null };
-  if (!node.outputs.slice(1).some(hasLinks)) {
-    const was = become(node, "XDiTLoadModel", { [file]: "model_name" }, [parallel]);
-    was.widgets = node.widgets_values.length;
-    node.outputs = node.outputs.slice(0, 1);
-    node.widgets_values = [name, dtype];
-    renumber(book, graph, node);
-    renameOutside(book, graph, node, file, "model_name");
-    return undefined;
-  }
-  const was = become(node, stays ? node.type : "XDiTLoadClipVae");
-  was.split = true;
-  const [model, ...rest] = node.outputs;
-  node.outputs = stays ? [{ ...model, links: [] }, ...rest] : rest;
-  const link = linkOf(node, file);
-  const title = node.title && titleOf(node.title, "Load xDiT Model");
-  if (title && !stays) [was.title, node.title] = [node.title, titleOf(node.title, "Load CLIP and VAE")];
-  const { pos, groups, size, loaderHeight } = placeNextTo(graph, node, [Math.max(270, node.size[0]), 110]);
-  node.size = [node.size[0], loaderHeight];
-  for (const [index, , after] of groups) graph.groups[index].bounding = after;
-  const made = {
-    id: nextId(book), type: "XDiTLoadModel", ...(title ? { title } : {}), pos, size, flags: {},
-    order: node.order, mode: node.mode,
-    inputs: [parallel, { name: "model_name", type: "COMBO", widget: { name: "model_name" }, link: link == null ? null : copyLink(book, graph, link) }],
-    outputs: [{ name: "MODEL", type: "MODEL", links: model.links }],
-    properties: { "Node name for S&R": "XDiTLoadModel", cnr_id: PACK, [WAS]: { of: node.id, ...(groups.length ? { groups } : {}) } }, widgets_values: [name, "default"],
-    ...(node.color === undefined ? {} : { color: node.color }), ...(node.bgcolor === undefined ? {} : { bgcolor: node.bgcolor }),
-  };
-  graph.nodes.push(made);
-  for (const one of [node, made]) renumber(book, graph, one);
-  return made;
-}
-
-/** Carry a user's addition to a title over to a new name: "Load Checkpoint - REFINER" becomes "Load xDiT Model - REFINER". */
-function titleOf(title, name) {
-  const suffix = title.replace(/^Load Checkpoint\W*/, "");
-  return suffix && `${name} - ${suffix}`;
-}
-
-function restore(book, { graph, node }, was, partner) {
-  const loader = LOADERS[was.type];
-  const names = loader && node.type === "XDiTLoadModel" ? { [loader.file]: "model_name" } : {};
-  const restored = was.inputs.map((slot) => ({ ...slot, link: linkOf(node, names[slot.name] ?? slot.name) ?? null }));
-  const known = new Set(was.inputs.map((slot) => names[slot.name] ?? slot.name));
-  const back = Object.fromEntries(Object.entries(names).map(([from, to]) => [to, from]));
-  const gained = node.inputs.filter((slot) => !known.has(slot.name) && slot.link != null);
-  for (const slot of gained) if (slot.name === "parallel") removeLink(book, graph, slot.link);
-  const outputs = partner ? [partner.outputs[0], ...(loader.stays ? node.outputs.slice(1) : node.outputs)] : node.outputs;
-  if (names[loader?.file]) renameOutside(book, graph, node, "model_name", loader.file);
-  node.type = was.type;
-  if (was.title && node.title === titleOf(was.title, "Load CLIP and VAE")) node.title = was.title;
-  node.size = was.size;                    // the page enlarges nodes of the pack for their extra slots
-  node.inputs = [...restored, ...gained.filter((slot) => slot.name !== "parallel").map((slot) => renamed(slot, back[slot.name] ?? slot.name))];
-  node.outputs = was.outputs.map((slot, index) => ({ ...slot, links: sameLinks(slot.links, outputs[index]?.links) }));
-  if (was.widgets) node.widgets_values = node.widgets_values.slice(0, was.widgets);
-  const { [WAS]: _, ...properties } = node.properties;
-  const all = { ...properties, ...pick(was, "cnr_id", "ver") };
-  node.properties = pick(all, ...(was.keys ?? []), ...Object.keys(all));                      // in their original order
-  if (partner) {
-    for (const slot of partner.inputs) if (slot.link != null) removeLink(book, graph, slot.link);
-    graph.nodes.splice(graph.nodes.indexOf(partner), 1);
-  }
-  renumber(book, graph, node);
-}
-
-export function renamed(slot, name) {
-  if (slot.name === name) return { ...slot };
-  const { localized_name, ...rest } = slot;
-  return { ...rest, name, ...(slot.widget ? { widget: { ...slot.widget, name } } : {}) };
-}
-
-/** Update the slot numbers in a node's links. */
-export function renumber(book, graph, node) {
-  node.inputs?.forEach((slot, index) => {
-    write(linksOf(book, graph).get(slot.link), { target_id: node.id, target_slot: index });
-  });
-  node.outputs?.forEach((slot, index) => {
-    for (const id of slot.links ?? []) write(linksOf(book, graph).get(id), { origin_id: node.id, origin_slot: index });
-  });
-}
-
-/** Rename a widget where a subgraph node or the app mode shows it. */
-export function renameOutside(book, graph, node, from, to) {
-  if (graph === book.root) {
-    const inputs = graph.extra?.linearData?.inputs;
-    for (const entry of inputs ?? []) {
-      if (String(entry[0]) === String(node.id) && entry[1] === from) entry[1] = to;
-      if (entry[0] === `${graph.id}:${node.id}:${from}`) [entry[0], entry[1]] = [`${graph.id}:${node.id}:${to}`, to];
-    }
-    return;
-  }
-  for (const { node: instance } of book.instances.get(graph.id) ?? [])
-    for (const entry of instance.properties?.proxyWidgets ?? [])
-      if (String(entry[0]) === String(node.id) && entry[1] === from) entry[1] = to;
-}
-
-function isProxied(book, graph, node, name) {
-  return (book.instances.get(graph.id) ?? []).some(({ node: instance }) =>
-    instance.properties?.proxyWidgets?.some((entry) => String(entry[0]) === String(node.id) && entry[1] === name));
-}
-
-/** Add a second link from the same origin; returns its id. renumber sets its target. */
-function copyLink(book, graph, id) {
-  const links = linksOf(book, graph);
-  const copy = structuredClone(links.get(id));
-  const own = counter(graph).link + 1;
-  write(copy, { id: own });
-  setCounter(graph, { link: own });
-  graph.links.push(copy);
-  links.set(own, copy);
-  for (const list of linkLists(graph, copy)) list.push(own);
-  return own;
-}
-
-export function removeLink(book, graph, id) {
-  const links = linksOf(book, graph);
-  const link = links.get(id);
-  for (const list of linkLists(graph, link)) list.splice(list.indexOf(id), 1);
-  graph.links.splice(graph.links.indexOf(link), 1);
-  links.delete(id);
-}
-
-/** Return the list of link ids at a link's origin, wrapped in an array; empty if there is none. */
-function linkLists(graph, link) {
-  const slot = field(link, "origin_slot");
-  const list = field(link, "origin_id") === INPUT_NODE ? graph.inputs[slot].linkIds
-    : nodeOf(graph, field(link, "origin_id")).outputs[slot].links;
-  return list ? [list] : [];
-}
-
-function sameLinks(was, links) {
-  return was?.length || links?.length ? links ?? [] : was;
-}
-
-// ---- reading a workflow
-
-export function read(workflow) {
-  const graphs = [workflow, ...(workflow.definitions?.subgraphs ?? [])];
-  const subgraphs = new Map(graphs.slice(1).map((graph) => [graph.id, graph]));
-  const instances = new Map();
-  for (const graph of graphs)
-    for (const node of graph.nodes)
-      if (subgraphs.has(node.type)) instances.set(node.type, [...(instances.get(node.type) ?? []), { graph, node }]);
-  return { root: workflow, graphs, subgraphs, instances, links: new Map() };
-}
-
-/** Identify a node for a message; inside: the name of its subgraph, if any. */
-export function called(book, { graph, node }) {
-  return { id: node.id, type: node.type, title: node.title, inside: graph === book.root ? undefined : graph.name };
-}
-
-export function* everyNode(book) {
-  for (const graph of book.graphs) for (const node of graph.nodes) yield { graph, node };
-}
-
-function linksOf(book, graph) {
-  if (!book.links.has(graph)) book.links.set(graph, new Map(graph.links.map((link) => [field(link, "id"), link])));
-  return book.links.get(graph);
-}
-
-const nodeOf = (graph, id) => graph.nodes.find((node) => String(node.id) === String(id));
-export const linkOf = (node, name) => node.inputs?.find((slot) => slot.name === name)?.link;
-export const hasLinks = (slot) => Boolean(slot?.links?.length);
-const isActive = (node) => ![MUTED, BYPASSED].includes(node.mode);
-const field = (link, name) => (Array.isArray(link) ? link[FIELDS.indexOf(name)] : link[name]);
-const carries = (slot, link, type) => [type, "*"].includes(slot.type) || (link != null && field(link, "type") === type);
-const pick = (object, ...names) => Object.fromEntries(names.filter((name) => object[name] !== undefined).map((name) => [name, object[name]]));
-
-function write(link, values) {
-  if (!link) return;                       // files from older frontends refer to missing links
-  for (const [name, value] of Object.entries(values)) link[Array.isArray(link) ? FIELDS.indexOf(name) : name] = value;
-}
-
-/** Call visit(graph, node, isSource) for all nodes upstream of a link: through reroutes, nodes that pass on the type, and subgraphs. */
-function walkUp(book, graph, id, type, visit, seen = new Set()) {
-  const link = linksOf(book, graph).get(id);
-  if (!link || seen.has(link)) return;
-  seen.add(link);
-  const slot = field(link, "origin_slot");
-  if (field(link, "origin_id") === INPUT_NODE) {
-    for (const { graph: outer, node } of book.instances.get(graph.id) ?? [])
-      if (linkOf(node, graph.inputs[slot].name) != null) walkUp(book, outer, linkOf(node, graph.inputs[slot].name), type, visit, seen);
-    return;
-  }
-  const node = nodeOf(graph, field(link, "origin_id"));
-  const inner = node && book.subgraphs.get(node.type);
-  if (inner) for (const inside of inner.outputs[slot]?.linkIds ?? []) walkUp(book, inner, inside, type, visit, seen);
-  if (!node || inner) return;
-  const before = (node.inputs ?? []).filter((input) => input.link != null && carries(input, linksOf(book, graph).get(input.link), type));
-  visit(graph, node, before.length === 0);
-  for (const input of before) walkUp(book, graph, input.link, type, visit, seen);
-}
-
-function sources(book, graph, id, type) {
-  const found = [];
-  walkUp(book, graph, id, type, (inner, node, isFirst) => isFirst && found.push(node));
-  return found;
-}
-
-/** Call visit(graph, node) for all active nodes downstream of an output slot. */
-function walkDown(book, graph, slot, type, visit, seen = new Set()) {
-  for (const id of slot.links ?? slot.linkIds ?? []) {
-    const link = linksOf(book, graph).get(id);
-    if (!link || seen.has(link)) continue;
-    seen.add(link);
-    const index = field(link, "target_slot");
-    if (field(link, "target_id") === OUTPUT_NODE) {
-      for (const { graph: outer, node } of book.instances.get(graph.id) ?? []) walkDown(book, outer, node.outputs[index] ?? {}, type, visit, seen);
-      continue;
-    }
-    const node = nodeOf(graph, field(link, "target_id"));
-    const inner = node && book.subgraphs.get(node.type);
-    if (inner) {
-      const input = inner.inputs.find(({ name }) => name === node.inputs[index]?.name);
-      if (input && isActive(node)) walkDown(book, inner, input, type, visit, seen);
-    } else if (node && node.mode !== MUTED) {
-      if (node.mode !== BYPASSED) visit(graph, node);
-      for (const output of node.outputs ?? []) if (carries(output, null, type)) walkDown(book, graph, output, type, visit, seen);
-    }
-  }
-}
-
-// ---- counters for new ids: last_... in the root graph, `state` in subgraphs
-
-function counter(graph) {
-  return graph.state ? { node: graph.state.lastNodeId, link: graph.state.lastLinkId } : { node: graph.last_node_id, link: graph.last_link_id };
-}
-
-function setCounter(graph, { node = counter(graph).node, link = counter(graph).link }) {
-  if (graph.state) Object.assign(graph.state, { lastNodeId: node, lastLinkId: link });
-  else Object.assign(graph, { last_node_id: node, last_link_id: link });
-}
-
-const counters = (workflow) => read(workflow).graphs.map(counter);
-
-/** Restore the counters from before the conversion, unless ids have been assigned since. */
-function resetCounters(book, before) {
-  const isOlder = (ids, name) => Math.max(0, ...ids.map(Number).filter(Number.isFinite)) <= Math.max(...before.map((values) => values[name] ?? 0));
-  const nodes = [...everyNode(book)].map(({ node }) => node.id);
-  const links = book.graphs.flatMap((graph) => graph.links.map((link) => field(link, "id")));
-  if (before.length === book.graphs.length && isOlder(nodes, "node") && isOlder(links, "link"))
-    book.graphs.forEach((graph, index) => setCounter(graph, before[index]));
-}
-
-/** Return a node id that is new in all graphs of the workflow. */
-function nextId(book) {
-  const ids = [...everyNode(book)].map(({ node }) => Number(node.id)).filter(Number.isFinite);
-  const id = Math.max(...ids, ...book.graphs.map((graph) => counter(graph).node ?? 0)) + 1;
-  for (const graph of book.graphs) if (graph === book.root || graph.state) setCounter(graph, { node: id });
-  return id;
-}

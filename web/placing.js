@@ -5,13 +5,14 @@
 
 const [TITLE, GROUP_TITLE, MARGIN] = [30, 36, 10];             // heights, and the margin at a group's edges
 const MIN_HEIGHT = 82;                     // of a node with two widgets and a row of slots
+const COLLAPSED = 80;                      // width of a collapsed node's title, at least
 const MAX_STEPS = 40;                      // positions to try in each direction
 
 /**
  * Return {pos, groups, size, loaderHeight}. groups: the groups to enlarge, [index, box before, box after]. If the group has no space otherwise,
- * both nodes get their minimum height; loaderHeight is the new height of the node that was split.
+ * both nodes get their minimum height, `least` for the given one; loaderHeight is its new height.
  */
-export function placeNextTo(graph, node, [width, height]) {
+export function placeNextTo(graph, node, [width, height], least = MIN_HEIGHT) {
   const nodes = graph.nodes.map(({ pos, size }) => [pos[0], pos[1] - TITLE, size[0], size[1] + TITLE]);
   const boxes = (graph.groups ?? []).map(({ bounding }) => [...bounding]);
   const isFree = ([x, y], high = height, occupied = nodes, groups = boxes) => [...occupied, ...groups.map(([left, top, wide]) => [left, top, wide, GROUP_TITLE])]
@@ -27,14 +28,27 @@ export function placeNextTo(graph, node, [width, height]) {
       const titles = boxes.map((box, index) => groups?.find(([at]) => at === index)?.[2] ?? box);      // titles move with an enlarged group
       if (groups && isFree(pos, height, nodes, titles)) return { pos, groups, size, loaderHeight };
     }
-    const lower = nodes.map((box, index) => (graph.nodes[index] === node ? [...box.slice(0, 3), MIN_HEIGHT + TITLE] : box));
-    const between = positionsIn(boxes[own], width, MIN_HEIGHT).find((pos) => isFree(pos, MIN_HEIGHT, lower));
-    if (between) return { pos: between, groups: [], size: [width, MIN_HEIGHT], loaderHeight: Math.min(loaderHeight, MIN_HEIGHT) };
+    const lower = nodes.map((box, index) => (graph.nodes[index] === node ? [...box.slice(0, 3), Math.min(least, loaderHeight) + TITLE] : box));
+    const lowest = Math.min(height, MIN_HEIGHT);
+    const between = positionsIn(boxes[own], width, lowest).find((pos) => isFree(pos, lowest, lower));
+    if (between) return { pos: between, groups: [], size: [width, lowest], loaderHeight: Math.min(loaderHeight, least) };
   }
   const [x, y] = [node.pos[0], node.pos[1]], positions = [];
   for (let step = 0; step < MAX_STEPS; step++)
     positions.push([x - width - 40 - 80 * step, y], [x, y - height - 40 - 80 * step], [x, y + node.size[1] + 60 + 80 * step]);
   return { pos: positions.find((pos) => isFree(pos)) ?? positions[0], groups: [], size, loaderHeight };
+}
+
+/** Return the nearest position at which a node covers no other one; its present position if there is none nearby. */
+export function settle(graph, node) {
+  const [[x, y], [width, height]] = [node.pos, node.size];
+  const others = graph.nodes.filter((other) => other !== node).map(({ pos, size, flags }) => [pos[0], pos[1] - TITLE, flags?.collapsed ? COLLAPSED : size[0],
+    (flags?.collapsed ? 0 : size[1]) + TITLE]);
+  const isFree = ([left, top]) => others.every((other) => !overlap([left, top - TITLE, width, height + TITLE], other));
+  const steps = Array.from({ length: 2 * MAX_STEPS + 1 }, (_, index) => 20 * (index - MAX_STEPS));
+  const positions = steps.flatMap((right) => steps.map((down) => [right, down])).sort(([a, b], [c, d]) => a * a + b * b - c * c - d * d);
+  const found = positions.find(([right, down]) => isFree([x + right, y + down]));
+  return found && (found[0] || found[1]) ? [x + found[0], y + found[1]] : node.pos;
 }
 
 /** Restore the size of enlarged groups, unless they have been changed since. */

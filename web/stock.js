@@ -3,7 +3,10 @@
  * workflow files.
  */
 
-import { LOADERS, SAME_INPUTS, WAS, called, everyNode, hasLinks, linkOf, read, removeLink, renameOutside, renamed, renumber } from "./convert.js";
+import { WAS } from "./change.js";
+import { SAME_INPUTS } from "./convert.js";
+import { called, everyNode, hasLinks, linkOf, read, removeLink, renameOutside, renamed, renumber } from "./graph.js";
+import { DTYPES, LOADERS } from "./packs.js";
 
 const STOCK = Object.fromEntries(Object.entries(SAME_INPUTS).map(([type, ours]) => [ours, type]));
 const SETTINGS = "XDiTParallelConfig";
@@ -46,7 +49,7 @@ function whyNot(node) {
   if (node.type !== "XDiTLoadModel") return { reason: "no_stock" };
   const [file, dtype = "default"] = node.widgets_values;
   if (!/\.[a-z]+$/i.test(file)) return { reason: "folder", text: file };
-  return LOADERS[UNET].dtypes.includes(dtype) ? null : { reason: "dtype", dtype };
+  return DTYPES.includes(dtype) ? null : { reason: "dtype", dtype };
 }
 
 /** Change a node's type. names: {slot of the pack's node: ComfyUI's slot}. gone: slots that the new type does not have. */
@@ -66,7 +69,7 @@ function turnLoader(book, place, { checkpoints = [], models = [] }) {
   const listed = node.properties?.models?.find(({ name }) => name === file)?.directory === "checkpoints";
   const isCheckpoint = listed || (checkpoints.includes(file) && !models.includes(file));
   const loader = isCheckpoint && dtype === "default" ? CHECKPOINT : /\.gguf$/i.test(file) ? GGUF : UNET;
-  turn(book, place, loader, { model_name: LOADERS[loader].file }, loader === UNET ? undefined : ["parallel", "weight_dtype"]);
+  turn(book, place, loader, { model_name: LOADERS[loader][0] }, loader === UNET ? undefined : ["parallel", "weight_dtype"]);
   node.widgets_values = loader === UNET ? [file, dtype] : [file];
   if (loader === CHECKPOINT) node.outputs = [...node.outputs, ...["CLIP", "VAE"].map((name) => ({ name, type: name, links: null }))];
 }

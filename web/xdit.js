@@ -25,18 +25,23 @@ let isTemplate = false;                    // whether the graph being loaded has
 const language = () => app.extensionManager.setting.get("Comfy.Locale");
 const text = (key, values) => say(language(), key, values);
 
+/** Return {type: definition} of the installed nodes, as /object_info returned them to the page. */
+const definitions = () => Object.fromEntries(Object.entries(LiteGraph.registered_node_types).map(([type, { nodeData }]) => [type, nodeData]));
+
 async function runOnAllGpus() {
   const workflow = app.rootGraph.serialize();
+  const files = filesOf(workflow, definitions());
   const answer = await api.fetchApi("/xdit/refusals", {
-    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(filesOf(workflow)),
+    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(files),
   });
   if (!answer.ok) return show("error", text("failed"), [text("unreachable", { text: answer.status })]);
-  const here = [listed("UNETLoader", "unet_name"), listed("CheckpointLoaderSimple", "ckpt_name"), listed("UnetLoaderGGUF", "unet_name")].flat();
-  const { models, vaes } = filesOf(workflow);
+  const here = [listed("XDiTLoadModel", "model_name"), listed("CheckpointLoaderSimple", "ckpt_name")].flat();
+  const { models, vaes } = files;
   const unlisted = [...models.filter((file) => !here.includes(file)), ...vaes.filter((file) => ![...here, ...listed("VAELoader", "vae_name")].includes(file))];
   const absent = [...new Set(unlisted)];
-  const result = toAllGpus(workflow, await answer.json());
-  await replace(result, absent.length && result.changed ? "all_set" : "all_done", absent.length ? [text("unchecked", { files: absent.join(", ") })] : []);
+  const result = toAllGpus(workflow, await answer.json(), definitions());
+  await replace(result, absent.length && result.changed ? "all_set" : "all_done",
+    [...(absent.length ? [text("unchecked", { files: absent.join(", ") })] : []), ...result.dropped.map((node) => `${nameOf(node)}: ${text(node.reason, node)}`)]);
 }
 
 async function runOnOneGpu() {

@@ -153,3 +153,41 @@ def test_the_server_says_which_files_it_would_refuse(host):
     assert set(answer["models"]) == {"sd3.5_medium.safetensors"}
     assert answer["models"]["sd3.5_medium.safetensors"] == "Download sd3.5_medium.safetensors again: it is empty."
     assert set(answer["vaes"]) == {"ae.safetensors"}
+
+
+STOCK, SEED = 45, 12
+# Boxes with titles, as drawn: [graph, id, type, left, top, right, bottom, whether the conversion made or changed it].
+READ_BOXES = """() => [app.rootGraph, ...app.rootGraph.subgraphs.values()].flatMap((graph, index) => graph.nodes.map((node) => {
+    const [left, top, width, height] = node.boundingRect;
+    return [index, String(node.id), node.type, left, top, left + width, top + height, Boolean(node.properties.xdit_was)];
+}))"""
+
+
+def stock_sample():
+    return random.Random(SEED).sample(with_a_loader(), STOCK) if has_stock() else ["default"]
+
+
+def has_stock():
+    return importlib.util.find_spec("comfyui_workflow_templates_json") is not None
+
+
+def overlaps(boxes):
+    """Pairs of types of nodes whose boxes overlap, if one of them was converted."""
+    return [(one[2], other[2]) for at, one in enumerate(boxes) for other in boxes[:at]
+            if one[0] == other[0] and (one[7] or other[7])
+            and max(one[3], other[3]) < min(one[5], other[5]) and max(one[4], other[4]) < min(one[6], other[6])]
+
+
+@pytest.mark.parametrize("name", by_default({"default"}, stock_sample()))
+def test_converted_nodes_cover_no_other_one(page, name):
+    """In the page, which enlarges nodes whose slots or title need it."""
+    page.route("**/xdit/refusals", lambda route: route.fulfill(json={"models": {}, "vaes": {}}))
+    page.evaluate("graph => app.loadGraphData(graph)", stock(name))
+    page.wait_for_timeout(300)
+    run_command(page, "RunOnAllGpus")
+    page.wait_for_timeout(300)
+    page.evaluate("() => { for (const node of app.rootGraph.nodes) node.updateArea(); }")
+    boxes = page.evaluate(READ_BOXES)
+    page.unroute("**/xdit/refusals")
+
+    assert overlaps(boxes) == [] and len(boxes) > 2

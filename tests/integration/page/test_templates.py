@@ -113,6 +113,21 @@ def test_no_node_covers_another_also_with_what_it_says_under_its_widgets(name):
             and max(places[index][1], places[at][1]) < min(places[index][3], places[at][3])] == []
 
 
+@pytest.mark.parametrize("name", by_default({"Demo", "Compare"}, NAMES))
+def test_no_node_covers_another_in_the_page(page, name):
+    """The page enlarges nodes whose widgets need it."""
+    page.evaluate("graph => app.loadGraphData(graph)", template(name))
+    page.wait_for_timeout(500)
+    boxes = page.evaluate("""() => app.graph.nodes.map((node) => {
+        node.updateArea();
+        const [left, top, width, height] = node.boundingRect;
+        return [node.type, left, top, left + width, top + height];
+    })""")
+
+    assert [(one[0], other[0]) for at, one in enumerate(boxes) for other in boxes[:at]
+            if max(one[1], other[1]) < min(one[3], other[3]) and max(one[2], other[2]) < min(one[4], other[4])] == []
+
+
 def test_no_link_of_the_demo_runs_behind_a_node():
     """Drawn as the page draws it: a curve whose ends leave their slots flat, by a quarter of the way."""
     graph = template("Demo")
