@@ -9,10 +9,12 @@ import os
 import platform
 import shutil
 import time
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 
+from .. import system
 from ..memory.system_memory import available_memory
 from ..protocol.devices import resolve_devices
 from ..protocol.errors import XDiTError
@@ -55,9 +57,7 @@ def package_versions(packages):
 
 
 def versions():
-    system = f"{platform.system()} {platform.release()}" + (" (WSL)" if "microsoft" in platform.release().lower()
-                                                            else "")
-    return [f"Python {platform.python_version()} on {system}, {platform.machine()}",
+    return [f"Python {platform.python_version()} on {system.description()}, {platform.machine()}",
             *(f"{name} {version}" for name, version in package_versions(PACKAGES).items())]
 
 
@@ -66,13 +66,14 @@ def machine():
     available, limit = available_memory()
     total = psutil.virtual_memory().total
     of = f" of the machine's {gigabytes(total)}" if limit < total else ""
-    lines = [f"{os.cpu_count()} CPU cores", f"memory {gigabytes(limit)}{of}, {gigabytes(available)} available",
-             f"swap {gigabytes(psutil.swap_memory().total)}"]
+    lines = [f"{os.cpu_count()} CPU cores", f"memory {gigabytes(limit)}{of}, {gigabytes(available)} available"]
+    with suppress(RuntimeError):                               # Windows without performance counters
+        lines.append(f"swap {gigabytes(psutil.swap_memory().total)}")
     if os.path.isdir("/dev/shm"):
         total, _, free = shutil.disk_usage("/dev/shm")
         small = " (small: in Docker, --shm-size=2g)" if total < SMALL_SHARED_MEMORY else ""
         lines.append(f"shared memory {gigabytes(total)}, {gigabytes(free)} free{small}")
-    return lines
+    return lines + system.facts(num_cuda_devices())
 
 
 def devices():

@@ -9,6 +9,7 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .. import system
 from ..protocol.errors import ConfigError
 
 SECRET_BYTES, FINGERPRINT_BYTES = 16, 32
@@ -58,8 +59,8 @@ def identity(folder):
 
 
 def _identity(folder):
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.chmod(0o700)
+    system.make_private(folder, parents=True)
+    system.restrict(folder)
     if not all((folder / name).is_file() for name in (CERTIFICATE, PRIVATE_KEY, SECRET)):
         command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
                    "-days", "36500",

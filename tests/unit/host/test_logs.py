@@ -2,6 +2,7 @@
 no file without bound."""
 
 import errno
+import fcntl
 import os
 import shutil
 import subprocess
@@ -50,7 +51,7 @@ def test_where_files_cannot_be_locked_folders_are_made_and_stay(place, monkeypat
     """As on a network's disk without a lock daemon."""
     def no_locks(*args):
         raise OSError(errno.ENOLCK, "No locks available")
-    monkeypatch.setattr(logs.fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     for number in range(logs.MAX_FOLDERS + 2):
         logs.start(logs.make(f"xdit-{number}-00aa", None)).close()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from xdit_backend import system
 from xdit_backend.protocol import shared_memory
 from xdit_backend.protocol.errors import XDiTError
 from xdit_backend.protocol.shared_memory import DTYPES, Segment, SegmentStore, map_segment
@@ -93,9 +94,9 @@ def test_more_than_there_is_is_refused_before_it_is_written(store):
 
 def test_a_full_memory_falls_back_to_disk(store, monkeypatch):
     """As in containers with 64 MB of /dev/shm."""
-    reserve = shared_memory._reserve
-    monkeypatch.setattr(shared_memory, "_reserve", lambda path, num_bytes: not path.startswith(str(store.folder))
-                        and reserve(path, num_bytes))
+    create = system.SharedMemory.create
+    monkeypatch.setattr(system.SharedMemory, "create", lambda memory, path, num_bytes: not path.startswith(
+        str(store.folder)) and create(memory, path, num_bytes))
 
     segment = store.share(torch.ones(3))
 
@@ -108,14 +109,14 @@ def test_a_folder_that_is_removed_while_it_is_in_use_is_made_again(store, which)
     folder = getattr(store, which)
     shared_memory.discard(folder)
 
-    assert shared_memory._reserve(str(folder / "1"), 10)
+    assert system.SharedMemory().create(str(folder / "1"), 10)
     assert folder.stat().st_mode & 0o777 == 0o700
     store.close()
     assert not folder.exists()
 
 
 def test_what_cannot_be_made_is_no_memory(tmp_path):
-    assert not shared_memory._reserve(str(tmp_path / "not there" / "nor this" / "1"), 10)
+    assert not system.SharedMemory().create(str(tmp_path / "not there" / "nor this" / "1"), 10)
 
 
 def test_a_store_that_cannot_be_made_whole_leaves_nothing(tmp_path, monkeypatch):
