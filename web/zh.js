@@ -529,8 +529,8 @@ export const ZH = {
     "请以运行 ComfyUI 的用户运行此命令：{0} 中的密钥无法读取（{1}）。",
   "Allow this user to write to {}, and free some space there: the key for other machines to join cannot be stored ({}).":
     "请允许当前用户写入 {0}，并在那里留出空间：供其他机器加入的密钥不能保存（{1}）。",
-  "Install openssl, such as with apt install openssl: other machines join over TLS, and openssl, which creates the certificate, is not installed.":
-    "请安装 openssl，例如 apt install openssl：其他机器通过 TLS 加入，而创建证书的 openssl 没有安装。",
+  "Install openssl, such as with apt install openssl, or on Windows the package cryptography (python -m pip install cryptography): other machines join over TLS, and neither, which creates the certificate, is installed.":
+    "请安装 openssl，例如 apt install openssl；在 Windows 上请安装 cryptography 包（python -m pip install cryptography）：其他机器通过 TLS 加入，而创建证书的这两者都没有安装。",
   "openssl could not create a certificate for other machines to join: {}":
     "openssl 不能为其他机器的加入生成证书：{0}",
   "Set one of {} in Settings > xDiT: no network interface of this machine has the address {}, at which others joined.":

@@ -34,6 +34,9 @@ MAX_ERRORS, MAX_LINES = 5, 20              # number of errors that the doctor pr
 MACHINES = "machines-{}.txt"
 QUOTED = re.compile(r"""(["'])~?/(?:[^"'\n]*/)?([^"'/\n]*)\1""")
 PATH = re.compile(r"(?<![\w.])~?(?:/[\w.+@=-]+)+/([\w.+@=-]*)")
+# of Windows: with a drive's letter or a computer's name
+QUOTED_DRIVE = re.compile(r"""(["'])(?:[A-Za-z]:|\\\\)[^"'\n]*[\\/]([^"'\\/\n]*)\1""")
+DRIVE_PATH = re.compile(r"(?:\b[A-Za-z]:[\\/]+|\\\\)(?:[^\s\\/:*?\"<>|]+[\\/]+)*([^\s\\/:*?\"<>|]*)")
 
 
 def base_folder():
@@ -129,7 +132,9 @@ def without_private(text):
     with suppress(KeyError, OSError):                          # a container's user may have no name
         names.add(getpass.getuser())
     for folder in (ROOT, base_folder(), Path(tempfile.gettempdir()), Path(sys.prefix)):    # whose names may have spaces
-        text = text.replace(f"{folder}/", "/.../")
+        for separator in {"/", os.sep}:
+            text = text.replace(f"{folder}{separator}", "/.../")
+    text = DRIVE_PATH.sub(r".../\1", QUOTED_DRIVE.sub(r"\1.../\2\1", text))
     text = PATH.sub(r".../\1", QUOTED.sub(r"\1.../\2\1", text))
     return re.sub(rf"\b({'|'.join(map(re.escape, names))})\b", "...", text)
 

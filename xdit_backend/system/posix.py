@@ -8,6 +8,7 @@ import multiprocessing.connection as connection
 import os
 import platform
 import select
+import shlex
 import signal
 import socket
 import stat
@@ -22,13 +23,14 @@ import psutil
 
 assert sys.platform != "win32"             # for mypy
 
-__all__ = ["ABORTED", "CUDA_ALLOCATOR", "EXIT_CODES", "HAS_TORCHRUN", "INHERITED", "TERMINATION_SIGNALS",
+__all__ = ["ABORTED", "CUDA_ALLOCATOR", "EXIT_CODES", "FAMILY", "HAS_TORCHRUN", "INHERITED", "TERMINATION_SIGNALS",
            "TORCH_WITHOUT_GLOO", "Job", "SharedMemory", "after_fork_in_child", "can_send", "connect", "description",
            "drop_from_cache", "end_with_parent", "facts", "free_commit_bytes", "hold", "is_private", "limit_waits",
            "listen", "loopback", "make_private", "map_file", "map_shared", "memory_folder", "name_process", "num_cores",
-           "open_output", "open_unheld", "private_bytes", "python_program", "remove_held", "restrict", "rotate",
-           "socket_pair", "store_path", "trim_heap", "user_id", "why_not_fork"]
+           "open_output", "open_unheld", "private_bytes", "python_program", "quoted", "remove_held", "restrict",
+           "rotate", "socket_pair", "store_path", "trim_heap", "user_id", "why_not_fork"]
 
+FAMILY = "POSIX"                           # gloo connects ranks on systems of the same family only
 HAS_TORCHRUN = True                        # whether torchrun can supervise workers
 INHERITED: frozenset[str] = frozenset()    # environment variables that workers inherit on this system only
 # releases of torch from the first to before the second cannot create gloo's process group
@@ -230,8 +232,9 @@ def drop_from_cache(file, start, count):
         os.posix_fadvise(file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
 
 
-def store_path(path):
-    """The path of torch's FileStore as C++ can open it."""
+def store_path(path, change_folder=True):
+    """The path of torch's FileStore as C++ can open it. change_folder: this process may change its working directory,
+    and does not change it again. Raises OSError if there is no such path."""
     return str(path)
 
 
@@ -256,6 +259,11 @@ def num_cores():
 def python_program(module, *arguments):
     """(command, environment variables) that run a module of a package in PYTHONPATH with this Python."""
     return [sys.executable, "-m", module, *map(str, arguments)], {}
+
+
+def quoted(argument):
+    """An argument of a command that the user copies into a shell."""
+    return shlex.quote(str(argument))
 
 
 class Job:

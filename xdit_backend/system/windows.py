@@ -33,13 +33,14 @@ import _winapi  # noqa: E402
 from . import windows_security as security  # noqa: E402
 from .windows_facts import facts, free_commit_bytes  # noqa: E402
 
-__all__ = ["ABORTED", "CUDA_ALLOCATOR", "EXIT_CODES", "HAS_TORCHRUN", "INHERITED", "TERMINATION_SIGNALS",
+__all__ = ["ABORTED", "CUDA_ALLOCATOR", "EXIT_CODES", "FAMILY", "HAS_TORCHRUN", "INHERITED", "TERMINATION_SIGNALS",
            "TORCH_WITHOUT_GLOO", "Job", "SharedMemory", "after_fork_in_child", "can_send", "connect", "description",
            "drop_from_cache", "end_with_parent", "facts", "free_commit_bytes", "hold", "is_private", "limit_waits",
            "listen", "loopback", "make_private", "map_file", "map_shared", "memory_folder", "name_process", "num_cores",
-           "open_output", "open_unheld", "private_bytes", "python_program", "remove_held", "restrict", "rotate",
-           "socket_pair", "store_path", "trim_heap", "user_id", "why_not_fork"]
+           "open_output", "open_unheld", "private_bytes", "python_program", "quoted", "remove_held", "restrict",
+           "rotate", "socket_pair", "store_path", "trim_heap", "user_id", "why_not_fork"]
 
+FAMILY = "Windows"                         # whose gloo has another wire format (libuv transport)
 HAS_TORCHRUN = False                       # its store needs libuv, which torch's wheels for Windows lack
 # by which DLLs, caches, temporary files and the network stack are found
 INHERITED = frozenset({
@@ -267,12 +268,19 @@ def drop_from_cache(file, start, count):
     pass
 
 
-def store_path(path):
-    """C++ opens paths in the system's code page: with other characters, a path relative to the working directory, which
-    this process does not change again."""
-    if str(path).isascii():
-        return str(path)
-    os.chdir(Path(path).parent)
+def store_path(path, change_folder=True):
+    """C++ opens paths in the system's code page: a path with other characters is shortened (8.3 names), or made
+    relative to the working directory."""
+    folder = str(Path(path).parent)
+    if not folder.isascii():
+        short = ctypes.create_unicode_buffer(32768)
+        if security.kernel32().GetShortPathNameW(folder, short, len(short)):
+            folder = short.value
+    if folder.isascii():
+        return os.path.join(folder, Path(path).name)
+    if not change_folder:
+        raise OSError(f"{folder} has no short name")
+    os.chdir(folder)
     return Path(path).name
 
 
@@ -299,6 +307,10 @@ def python_program(module, *arguments):
     if base != python:                                         # a virtual environment's python.exe only starts this one
         python, variables = base, {"__PYVENV_LAUNCHER__": python}
     return [python, "-X", "utf8", "-u", "-c", RUN, module, *map(str, arguments)], variables
+
+
+def quoted(argument):
+    return subprocess.list2cmdline([str(argument)])
 
 
 class _Limits(ctypes.Structure):
