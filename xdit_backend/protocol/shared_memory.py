@@ -77,7 +77,7 @@ def claim(folder):
     """
     while True:
         lock = open(_lock_of(folder), "x", opener=lambda path, flags: os.open(path, flags, 0o600))
-        system.hold(lock)
+        system.lock(lock)
         if _is_there(lock):
             system.make_private(folder)
             _close_in_forks(weakref.ref(lock))
@@ -99,7 +99,7 @@ def sweep(base):
     """Remove the folders below `base` whose hosts exited without removing them: their locks are free."""
     for path in base.glob("xdit-*.lock"):
         try:
-            lock = system.open_unheld(path)
+            lock = system.open_unlocked(path)
         except OSError:                                        # another user's, or already removed
             continue
         if lock is not None:
@@ -118,7 +118,7 @@ def discard(folder, lock=None):
         time.sleep(attempt * PAUSE_S)
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
-            system.remove_held(_lock_of(folder), lock)
+            system.remove_locked(_lock_of(folder), lock)
             return
 
 

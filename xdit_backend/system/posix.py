@@ -25,9 +25,9 @@ assert sys.platform != "win32"             # for mypy
 
 __all__ = ["ABORTED", "CUDA_ALLOCATOR", "EXIT_CODES", "FAMILY", "HAS_TORCHRUN", "INHERITED", "TERMINATION_SIGNALS",
            "TORCH_WITHOUT_GLOO", "Job", "SharedMemory", "after_fork_in_child", "can_send", "connect", "description",
-           "drop_from_cache", "end_with_parent", "facts", "free_commit_bytes", "hold", "is_private", "limit_waits",
-           "listen", "loopback", "make_private", "map_file", "map_shared", "memory_folder", "name_process", "num_cores",
-           "open_output", "open_unheld", "private_bytes", "python_program", "quoted", "remove_held", "restrict",
+           "drop_from_cache", "end_with_parent", "facts", "free_commit_bytes", "is_private", "limit_waits", "listen",
+           "lock", "loopback", "make_private", "map_file", "map_shared", "memory_folder", "name_process", "num_cores",
+           "open_output", "open_unlocked", "private_bytes", "python_program", "quoted", "remove_locked", "restrict",
            "rotate", "socket_pair", "store_path", "trim_heap", "user_id", "why_not_fork"]
 
 FAMILY = "POSIX"                           # gloo connects ranks on systems of the same family only
@@ -125,16 +125,16 @@ def user_id():
     return str(os.getuid())
 
 
-def hold(file):
+def lock(file):
     """Lock an open file until this process, and others that have inherited it, end for whatever reason.
 
-    A file system without locks is ignored: `open_unheld` then finds all files locked.
+    A file system without locks is ignored: `open_unlocked` then finds all files locked.
     """
     with suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_EX)
 
 
-def open_unheld(path):
+def open_unlocked(path):
     """Open and lock a file of this user; returns None if it is locked, or another user's. Raises OSError if it cannot
     be opened."""
     file = open(path, "r+b", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW))
@@ -148,7 +148,7 @@ def open_unheld(path):
     return None
 
 
-def remove_held(path, file):
+def remove_locked(path, file):
     """Remove a locked file, which may be open in this process as `file` or None, without unlocking it first."""
     path.unlink(missing_ok=True)
 

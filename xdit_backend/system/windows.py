@@ -35,9 +35,9 @@ from .windows_facts import facts, free_commit_bytes  # noqa: E402
 
 __all__ = ["ABORTED", "CUDA_ALLOCATOR", "EXIT_CODES", "FAMILY", "HAS_TORCHRUN", "INHERITED", "TERMINATION_SIGNALS",
            "TORCH_WITHOUT_GLOO", "Job", "SharedMemory", "after_fork_in_child", "can_send", "connect", "description",
-           "drop_from_cache", "end_with_parent", "facts", "free_commit_bytes", "hold", "is_private", "limit_waits",
-           "listen", "loopback", "make_private", "map_file", "map_shared", "memory_folder", "name_process", "num_cores",
-           "open_output", "open_unheld", "private_bytes", "python_program", "quoted", "remove_held", "restrict",
+           "drop_from_cache", "end_with_parent", "facts", "free_commit_bytes", "is_private", "limit_waits", "listen",
+           "lock", "loopback", "make_private", "map_file", "map_shared", "memory_folder", "name_process", "num_cores",
+           "open_output", "open_unlocked", "private_bytes", "python_program", "quoted", "remove_locked", "restrict",
            "rotate", "socket_pair", "store_path", "trim_heap", "user_id", "why_not_fork"]
 
 FAMILY = "Windows"                         # whose gloo has another wire format (libuv transport)
@@ -173,11 +173,11 @@ def user_id():
     return getpass.getuser()
 
 
-def hold(file):
+def lock(file):
     pass
 
 
-def open_unheld(path):
+def open_unlocked(path):
     path = Path(path)
     if _is_link(path) or not security.is_owned(path):
         return None
@@ -192,7 +192,7 @@ def open_unheld(path):
     return open(path, "r+b")
 
 
-def remove_held(path, file):
+def remove_locked(path, file):
     if file is not None:
         file.close()
     with suppress(OSError):                                    # another process is about to remove it
