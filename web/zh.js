@@ -501,8 +501,10 @@ export const ZH = {
     "{0} 不能交换张量：{1} {2}{3}",
   "Worker {} {}. Queue the prompt again to start a new group. {} {}Its last lines:\n{}":
     "工作进程 {0} {1}。请再次排队以启动新的一组。{2} {3}最后几行输出：\n{4}",
-  "Start ComfyUI inside WSL2: workers run on Linux, and this is Windows. {}":
-    "请在 WSL2 中启动 ComfyUI：工作进程在 Linux 上运行，而这是 Windows。{0}",
+  "Install PyTorch {} or newer with ComfyUI's Python, as pytorch.org says, then restart ComfyUI: on Windows, PyTorch {} to before {} cannot connect workers (unsupported gloo device), and {} is installed.":
+    "请按 pytorch.org 的说明用 ComfyUI 的 Python 安装 PyTorch {0} 或更新版本，然后重启 ComfyUI：在 Windows 上，PyTorch {1} 至 {2} 之前的版本无法连接工作进程（unsupported gloo device），而已安装的是 {3}。",
+  "Close other programs, or enlarge the page file: Windows can give programs {} more memory, and at least {} are needed for tensors that travel between ComfyUI and the workers.":
+    "请关闭其他程序，或增大页面文件：Windows 还能分配给程序 {0} 内存，而在 ComfyUI 与工作进程之间传递的张量至少需要 {1}。",
   "The workers have ended{}. Queue the prompt again to start a new group.":
     "工作进程已结束{0}。请再次排队以启动新的一组。",
   "Install a PyTorch for your GPUs, as pytorch.org says, or set devices to \"cpu\": {} cannot be used, as this PyTorch ({}) is built for CPUs.":
@@ -531,8 +533,8 @@ export const ZH = {
     "请以运行 ComfyUI 的用户运行此命令：{0} 中的密钥无法读取（{1}）。",
   "Allow this user to write to {}, and free some space there: the key for other machines to join cannot be stored ({}).":
     "请允许当前用户写入 {0}，并在那里留出空间：供其他机器加入的密钥不能保存（{1}）。",
-  "Install openssl, such as with apt install openssl: other machines join over TLS, and openssl, which creates the certificate, is not installed.":
-    "请安装 openssl，例如 apt install openssl：其他机器通过 TLS 加入，而创建证书的 openssl 没有安装。",
+  "Install openssl, such as with apt install openssl, or on Windows the package cryptography (python -m pip install cryptography): other machines join over TLS, and neither, which creates the certificate, is installed.":
+    "请安装 openssl，例如 apt install openssl；在 Windows 上请安装 cryptography 包（python -m pip install cryptography）：其他机器通过 TLS 加入，而创建证书的这两者都没有安装。",
   "openssl could not create a certificate for other machines to join: {}":
     "openssl 不能为其他机器的加入生成证书：{0}",
   "Set one of {} in Settings > xDiT: no network interface of this machine has the address {}, at which others joined.":

@@ -14,7 +14,7 @@ from tests.support.comfyui_server import ROOT, comfyui_folder, run_async
 from tests.support.tiny_checkpoints import detect_thin, families, import_comfyui, save, thin_class
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.models.common.example_inputs import conditioning_of, pixels_a_side
-from xdit_backend.worker.memory import return_freed_memory
+from xdit_backend.system import trim_heap
 
 LATENT_SIZES = {"flux": (16, 16), "flux-schnell": (16, 16), "flux-fill": (16, 16), "flux-canny": (16, 16),
                 "pixart": (34, 36),
@@ -269,7 +269,7 @@ def comfyui(tmp_path_factory):
     host.groups.close()
     host.management.current_loaded_models.clear()              # gigabytes by now, which later tests need
     gc.collect()
-    return_freed_memory()
+    trim_heap()
 
 
 @pytest.fixture(autouse=True)

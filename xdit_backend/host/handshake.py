@@ -2,13 +2,13 @@
 
 import math
 import multiprocessing.connection as connection
-import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
 
+from .. import system
 from ..protocol import timeouts
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerStartError
 from ..protocol.messages import JOINING, TRYING_LINKS, Phase, Ready, StartFailed
@@ -165,9 +165,9 @@ def cause_of(failures, exit_code):
     """Return the StartFailed that caused the failed start; None if the exit of the first ended worker did.
 
     A rank that reports a failure stays alive until it is ended, so it does not make other ranks exit. A link failure
-    may be the result of another rank's exit, except after SIGABRT: gloo aborts a process when a peer breaks off a
+    may be the result of another rank's exit, except after abort(): gloo aborts a process when a peer breaks off a
     transfer. exit_code: of the worker that ended first; None: none ended, or unknown.
     """
     own = [message for message in failures if not message.by_links]
-    by_links = failures if exit_code in (None, -signal.SIGABRT) else []
+    by_links = failures if exit_code in (None, system.ABORTED) else []
     return min(own or by_links, key=lambda message: message.rank, default=None)

@@ -9,7 +9,6 @@ import functools
 import logging
 import multiprocessing.connection as connection
 import os
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -18,10 +17,10 @@ from ..protocol import timeouts
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerDiedError, WorkerStartError, XDiTError
 from ..protocol.messages import Abort, Done, Heartbeat, Phase
 from . import preflight
-from .forkserver import Forkserver
 from .group_resources import GroupResources, closing, refused_by_the_system
 from .handshake import Handshake
 from .hang_watchdog import HangWatchdog
+from .local_supervisor import local_supervisor
 from .pending_requests import Requests
 from .startup_watchdog import HELP
 
@@ -54,11 +53,9 @@ class WorkerGroup:
 
     def __init__(self, devices, on_phase=lambda phase: None, check=lambda: None, num_fallbacks=0, machines=None,
                  supervisor=None):
-        if sys.platform == "win32":
-            raise WorkerStartError(f"Start ComfyUI inside WSL2: workers run on Linux, and this is Windows. {HELP}")
         timeouts.check()
         self.devices = tuple(devices)
-        self._supervisor = supervisor or Forkserver()
+        self._supervisor = supervisor or local_supervisor()
         self._owns_supervisor = supervisor is None
         self._machines, self._lock, self._requests = machines, threading.RLock(), Requests()
         self._watch = HangWatchdog(self._requests)

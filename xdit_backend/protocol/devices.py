@@ -9,6 +9,7 @@ import math
 import os
 import re
 
+from ..system import num_cores
 from .errors import ConfigError
 
 MACHINE_NAME = r"[a-z0-9][a-z0-9.-]{0,62}"
@@ -87,11 +88,6 @@ def check_counts(names, setting):
     twice = next((name for name, count in counts.items() if count > 1 and own_name(name) != "cpu"), None)
     if twice is not None:
         raise ConfigError(f'Name each GPU once, for one worker: devices="{shown}" names {twice} {counts[twice]} times.')
-
-
-def num_cores():
-    """Number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def devices_per_machine(devices):

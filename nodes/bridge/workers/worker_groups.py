@@ -3,7 +3,6 @@
 import importlib.util
 import logging
 import os
-import sys
 import threading
 import weakref
 
@@ -16,7 +15,7 @@ from comfy_execution.utils import get_executing_context
 from ....xdit_backend.config import ParallelConfig, fitting, validate
 from ....xdit_backend.host import machine_profiles
 from ....xdit_backend.host.client import Client
-from ....xdit_backend.host.forkserver import Forkserver
+from ....xdit_backend.host.local_supervisor import local_supervisor
 from ....xdit_backend.host.preflight import num_cuda_devices
 from ....xdit_backend.host.torchrun import environment_of
 from ....xdit_backend.memory.system_memory import available_memory
@@ -100,7 +99,7 @@ class Groups:
         self._calibrations = None                              # from earlier runs; None until the file is read
         self._speeds = {}                                      # devices -> relative speeds, if heterogeneous
         self._listener = None                                  # for other machines; None until it is needed
-        self._supervisor = Forkserver()
+        self._supervisor = local_supervisor()
         self._is_watched = False                               # whether the idle-timeout thread runs
         self.runs = Runs()
 
@@ -121,8 +120,7 @@ class Groups:
 
     def prepare(self, devices):
         """Start loading the workers' libraries in the background, while other nodes run. Does not block."""
-        if sys.platform != "win32":
-            self._supervisor.prepare(environment_of(devices))
+        self._supervisor.prepare(environment_of(devices))
 
     def listener(self):
         """Return the Listener for other machines. Raises ConfigError if no address is set or it cannot listen there."""
@@ -247,7 +245,7 @@ class Groups:
             self._free_memory(client, device, num_bytes)
         client.models.load(spec, changes)
 
-    def hold(self, client, name, holder):
+    def lock(self, client, name, holder):
         """Register a holder of a model or VAE. The workers drop it once all its holders are garbage-collected."""
         key, token = (client.devices, name), object()
         with self._lock:

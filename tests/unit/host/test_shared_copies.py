@@ -2,9 +2,8 @@
 where each brings all, in runs of both kinds, with weights that change, and after faults."""
 
 import dataclasses
-import os
-import signal
 
+import psutil
 import pytest
 import torch
 
@@ -128,9 +127,9 @@ def test_a_rank_that_ends_or_whose_copy_fails_is_told_as_everywhere(
             (faults / "fails-1").touch()
         else:
             pid = int(client.report_memory()[1]["pid"])
-            os.kill(pid, signal.SIGSTOP)
+            psutil.Process(pid).suspend()
             handle = requested.submit(True)
-            os.kill(pid, signal.SIGKILL)
+            psutil.Process(pid).kill()
         with pytest.raises(CopyError if fault == "copy" else WorkerDiedError, match="Queue the prompt again"):
             if fault == "copy":
                 requested.predict()
