@@ -126,7 +126,7 @@ class Fit:
         return self.memory.weights_memory(self.requested_bytes) if configured is None else configured
 
     @functools.cached_property
-    def lock(self):
+    def hold(self):
         """([bytes of each rank's resident weights], [bytes of its offloaded weights])."""
         return self.memory.resident(self.weights_memory or math.inf)
 
