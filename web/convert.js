@@ -21,23 +21,15 @@ export const LOADERS = {
 };
 export const SAME_INPUTS = { KSampler: "XDiTParallelSampler", VAEDecode: "XDiTVAEDecode", VAEEncode: "XDiTVAEEncode" };
 const VAE_FILES = { VAELoader: "vae_name", CheckpointLoaderSimple: "ckpt_name", ImageOnlyCheckpointLoader: "ckpt_name" };
-// Nodes whose model patches the workers reject (docs/reference/nodes.md); so are those of REFUSED_INPUTS.
-export const REFUSED = [
-  "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "TomePatchModel", "TrainLoraNode",
-];
 // Nodes that are not converted when their model is, with the reason shown.
 const STAY = {
   KSamplerAdvanced: "as_it_is", SamplerCustom: "as_it_is", SamplerCustomAdvanced: "as_it_is",
   VAEDecodeTiled: "tiled", VAEEncodeTiled: "tiled", VAEEncodeForInpaint: "on_one_device",
 };
-// Nodes that make conditioning for unsupported models, or that run such a model themselves: they identify a model whose file is missing.
-export const FOR_OTHERS = {
-  SAM3_VideoTrack: "SAM 3", SDPoseKeypointExtractor: "SDPose",
-};
-const REFUSED_INPUTS = ["GLIGEN", "PULIDFLUX"];
 
 /**
- * Convert a workflow to run on all GPUs. refusals: {models, vaes}, each {file: why the workers cannot load it}, as far as known.
+ * Convert a workflow to run on all GPUs. refusals: the server's answer of check.js: {models, vaes}, each {file: why the workers cannot load it},
+ * and nodes, {key of a loader: {by, text}}: why the workers would reject its model's run, because of the node `by`.
  * Returns {workflow, changed, left, stay, already}. changed: number of converted nodes. left: [{id, type, title, inside, reason, ...}] of nodes that
  * have a counterpart in the pack but were not converted; `reason` is a key of texts.js, the other fields are its values. stay: the same for nodes
  * without a counterpart. already: nothing was converted and the workflow already has a Load xDiT Model.
@@ -51,7 +43,7 @@ export function toAllGpus(source, refusals = {}) {
   const loaders = [];
   for (const place of everyNode(book)) {
     const { node } = place;
-    const reason = whyNotLoader(book, place, refusals.models ?? {});
+    const reason = whyNotLoader(book, place, refusals);
     if (reason) leave(place, ...reason);
     else if (node.type in LOADERS && hasLinks(node.outputs[0])) {
       loaders.push(place);
@@ -101,18 +93,6 @@ export function toOneGpu(source) {
   return { workflow, changed, left };
 }
 
-/** Return the files of a workflow's loaders, {models, vaes}, for which toAllGpus needs refusals. */
-export function filesOf(workflow) {
-  const files = { models: new Set(), vaes: new Set() };
-  for (const { node } of everyNode(read(workflow))) {
-    const [file] = Array.isArray(node.widgets_values) ? node.widgets_values : [];
-    if (typeof file !== "string") continue;
-    if (node.type in LOADERS) files.models.add(file);
-    if (node.type in VAE_FILES) files.vaes.add(file);
-  }
-  return { models: [...files.models], vaes: [...files.vaes] };
-}
-
 // ---- convertible nodes
 
 function whyNotLoader(book, place, refusals) {
@@ -125,17 +105,11 @@ function whyNotLoader(book, place, refusals) {
   if (!Array.isArray(node.widgets_values)) return ["no_counterpart"];
   const [file, dtype = "default"] = node.widgets_values;
   if (!dtypes.includes(dtype)) return ["dtype", { dtype }];
-  if (refusals[file]) return ["file", { text: refusals[file] }];
+  if (refusals.models?.[file]) return ["file", { text: refusals.models[file] }];
   const splits = node.outputs.slice(1).some(hasLinks);
   if (splits && linkOf(node, LOADERS[node.type].file) == null && isProxied(book, graph, node, LOADERS[node.type].file)) return ["promoted"];
-  let reason = null;
-  walkDown(book, graph, node.outputs[0], "MODEL", (inner, user) => {
-    const other = FOR_OTHERS[user.type] ?? inConditioning(book, inner, user, ({ type }) => FOR_OTHERS[type]);
-    if (other) reason ??= ["other_model", { model: other }];
-    const found = refusedInput(user) ?? (REFUSED.includes(user.type) ? user : null) ?? inConditioning(book, inner, user, refusedInput);
-    if (found) reason ??= ["patch", { by: found.title || found.type }];
-  });
-  return reason;
+  const refusal = refusals.nodes?.[keyOf(graph === book.root ? undefined : graph.id, node.id)];
+  return refusal ? ["patch", refusal] : null;
 }
 
 function whyNotSampler(book, { graph, node }, converted) {
@@ -162,21 +136,6 @@ function whyItStays(book, graph, node, converted) {
   const guiders = linkOf(node, "guider") == null ? [node] : sources(book, graph, linkOf(node, "guider"), "GUIDER");
   const links = guiders.map((one) => [book.graphs.find((inner) => inner.nodes.includes(one)), linkOf(one, "model")]).filter(([, link]) => link != null);
   return links.some(([inner, link]) => sources(book, inner, link, "MODEL").some((source) => converted.has(source)));
-}
-
-function refusedInput(node) {
-  return node.inputs?.some((slot) => REFUSED_INPUTS.includes(slot.type) && slot.link != null) ? node : null;
-}
-
-/** Return the first result of find(node) among the active nodes upstream of a node's conditioning inputs. */
-function inConditioning(book, graph, node, find) {
-  let found = null;
-  for (const slot of node.inputs ?? [])
-    if (slot.type === "CONDITIONING" && slot.link != null)
-      walkUp(book, graph, slot.link, "CONDITIONING", (inner, source) => {
-        if (isActive(source)) found ??= find(source);
-      });
-  return found;
 }
 
 function whyNotBack(node, was, partner) {
@@ -355,6 +314,9 @@ export function read(workflow) {
   return { root: workflow, graphs, subgraphs, instances, links: new Map() };
 }
 
+/** Identify a node among those of all graphs of a workflow. subgraph: id of its definition; undefined in the root graph. */
+export const keyOf = (subgraph, id) => `${subgraph ?? ""}:${id}`;
+
 /** Identify a node for a message; inside: the name of its subgraph, if any. */
 export function called(book, { graph, node }) {
   return { id: node.id, type: node.type, title: node.title, inside: graph === book.root ? undefined : graph.name };
@@ -406,29 +368,6 @@ function sources(book, graph, id, type) {
   const found = [];
   walkUp(book, graph, id, type, (inner, node, isFirst) => isFirst && found.push(node));
   return found;
-}
-
-/** Call visit(graph, node) for all active nodes downstream of an output slot. */
-function walkDown(book, graph, slot, type, visit, seen = new Set()) {
-  for (const id of slot.links ?? slot.linkIds ?? []) {
-    const link = linksOf(book, graph).get(id);
-    if (!link || seen.has(link)) continue;
-    seen.add(link);
-    const index = field(link, "target_slot");
-    if (field(link, "target_id") === OUTPUT_NODE) {
-      for (const { graph: outer, node } of book.instances.get(graph.id) ?? []) walkDown(book, outer, node.outputs[index] ?? {}, type, visit, seen);
-      continue;
-    }
-    const node = nodeOf(graph, field(link, "target_id"));
-    const inner = node && book.subgraphs.get(node.type);
-    if (inner) {
-      const input = inner.inputs.find(({ name }) => name === node.inputs[index]?.name);
-      if (input && isActive(node)) walkDown(book, inner, input, type, visit, seen);
-    } else if (node && node.mode !== MUTED) {
-      if (node.mode !== BYPASSED) visit(graph, node);
-      for (const output of node.outputs ?? []) if (carries(output, null, type)) walkDown(book, graph, output, type, visit, seen);
-    }
-  }
 }
 
 // ---- counters for new ids: last_... in the root graph, `state` in subgraphs

@@ -8,7 +8,8 @@ import pytest
 
 from tests.support.comfyui_server import ROOT
 
-NAMES = ("convert", "messages", "placing", "stock", "templates", "texts", "translate", "zh", "zh_notes")
+NAMES = ("check", "convert", "messages", "placing", "report", "stock", "templates", "texts", "translate", "zh",
+         "zh_notes")
 
 
 def node_program():

@@ -157,7 +157,7 @@ def test_what_is_asked_in_another_form_is_refused(host, path, body):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["/xdit/state", "/xdit/timeline", "/xdit/trace", "/xdit/watch", "/xdit/do",
-                                  "/xdit/fit", "/xdit/refusals"])
+                                  "/xdit/fit", "/xdit/check"])
 def test_other_sites_are_refused(host, path):
     body = None if path in ("/xdit/state", "/xdit/timeline", "/xdit/trace") else b'{"action": "stop"}'
     assert send(host, path, body, Origin="http://elsewhere.example")[0] == 403
