@@ -306,7 +306,9 @@ class Groups:
         return counted
 
     def _show_phase(self, phase):
-        show_text(self.runs.describe_phase(phase))
+        text = self.runs.describe_phase(phase)
+        if text:
+            show_text(text)
 
     def _forget_soon(self, *arguments):
         # garbage collection may run at any moment, even while this thread is sending a command
