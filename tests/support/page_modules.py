@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.comfyui_server import ROOT
 
-NAMES = ("check", "convert", "messages", "placing", "report", "stock", "templates", "texts", "translate", "zh",
-         "zh_notes")
+NAMES = ("check", "convert", "dom", "messages", "placing", "report", "stock", "templates", "texts", "timeline",
+         "translate", "zh", "zh_notes")
 
 
 def node_program():

@@ -40,6 +40,7 @@ class Run:
     why_no_plan: str = ""                  # see Estimates.why_none
     prompt: str = ""                       # id of ComfyUI's prompt
     plan: object = None
+    one_device_s: float | None = None      # measured seconds of such a run on one device
     spans: dict[tuple, list[Span]] = field(default_factory=dict)       # (devices, rank) -> its spans
     requested_s: dict[tuple, float] = field(default_factory=dict)      # devices -> time of the last request for spans
 
@@ -81,6 +82,7 @@ class Run:
         """Copy the description of the split and the Plan once the RemoteModel has chosen them."""
         if self.remote is not None and self.remote.how is not None:
             self.how, self.plan = self.remote.how, self.remote.estimates.plan
+            self.one_device_s = self.remote.estimates.one_device_s
             self.streamed_bytes = self.remote.memory.streamed_bytes
 
 

@@ -22,7 +22,7 @@ from ....xdit_backend.host.torchrun import environment_of
 from ....xdit_backend.memory.system_memory import available_memory
 from ....xdit_backend.multi_node.listener import Listener, own_addresses, read_address
 from ....xdit_backend.planner.layout_search import speeds_of
-from ....xdit_backend.protocol.devices import machine_of, machines_of, own_name, resolve_devices
+from ....xdit_backend.protocol.devices import machine_of, machines_of, missing_devices, own_name, resolve_devices
 from ....xdit_backend.protocol.errors import ConfigError, WorkerDiedError, WorkerFailedError
 from .idle_timeout import watch
 from .progress import Runs
@@ -55,6 +55,12 @@ def devices_of(config):
                           "ComfyUI does not listen for any.")
     validate(config, len(devices))
     return devices
+
+
+def describe_missing(config):
+    """Text for the user on devices that a config names and this machine lacks; "" if there are none."""
+    missing = missing_devices(config.devices, num_cuda_devices())
+    return f"this machine lacks {', '.join(missing)}" if missing else ""
 
 
 def fitting_here(config):

@@ -5,7 +5,8 @@ import pytest
 from tests.integration.page.conftest import template
 
 TEXTS = """() => Object.fromEntries(app.graph.nodes.filter(node => node.widgets).map(node => [node.type,
-    node.widgets.find(widget => widget.name === "$$node-text-preview")?.value]).filter(([, text]) => text !== undefined))"""
+    node.widgets.find(widget => widget.name === "$$node-text-preview")?.value])
+    .filter(([, text]) => text !== undefined))"""
 SEND = "([type, detail]) => window.comfyAPI.api.api.dispatchCustomEvent(type, detail)"
 BOX = """() => {
     const { element } = app.graph.nodes.find(node => node.type === "XDiTParallelSampler").widgets
