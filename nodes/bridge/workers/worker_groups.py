@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import weakref
+from pathlib import Path
 
 import torch
 
@@ -31,14 +32,27 @@ from .settings import chosen_address
 log = logging.getLogger(__name__)
 
 WORKER_PACKAGES = ("diffusers", "accelerate", "safetensors", "greenlet", "pydantic")
+REQUIREMENTS = Path(__file__).parents[3] / "requirements.txt"
 RESERVED_BYTES = 2 ** 31                   # of system RAM, not used for parked weights
 # groups that may have a worker on the same device; one more ends the least recently used group
 MAX_SHARING = 2
 
 
+def warn_of_missing_packages():
+    """Log a warning, once ComfyUI has loaded the pack, with the command that installs what is missing."""
+    missing = _missing((*WORKER_PACKAGES, "gguf"))
+    if missing:
+        log.warning("xDiT: %s %s missing in ComfyUI's Python. Install with: \"%s\" -m pip install -r \"%s\"",
+                    ", ".join(missing), "is" if len(missing) == 1 else "are", sys.executable, REQUIREMENTS)
+
+
+def _missing(packages):
+    return [name for name in packages if importlib.util.find_spec(name) is None]
+
+
 def check_packages():
     """Raise ConfigError if a package that the workers need is missing."""
-    missing = [name for name in WORKER_PACKAGES if importlib.util.find_spec(name) is None]
+    missing = _missing(WORKER_PACKAGES)
     if missing:
         raise ConfigError(f"Install {', '.join(missing)}, which this Python does not have: python -m pip install -r "
                           "requirements.txt (in the folder of the xDiT nodes, with ComfyUI's Python), and restart "
