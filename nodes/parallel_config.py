@@ -1,10 +1,14 @@
 """xDiT Parallel Config: devices, parallel degrees and options."""
 
+import logging
+
 from comfy_api.latest import io
 
 from ..xdit_backend.config import APPROXIMATE, ATTENTIONS, COMPILES, DISPLACED_MODES, WARMUPS, ParallelConfig
 from ..xdit_backend.protocol.specs import EXCHANGES
-from .bridge.workers.worker_groups import devices_of, show_text
+from .bridge.workers.worker_groups import describe_missing, devices_of, show_text
+
+log = logging.getLogger(__name__)
 
 Parallel = io.Custom("XDIT_PARALLEL")
 
@@ -76,9 +80,10 @@ class XDiTParallelConfig(io.ComfyNode):
     def execute(cls, **values) -> io.NodeOutput:
         config = ParallelConfig(**values)
         devices = devices_of(config)
-        named = [name.strip() for name in config.devices.lower().split(",") if name.strip()]
-        if named != ["auto"] and len(named) != len(devices):
-            show_text(f"using {', '.join(devices)}: this machine lacks the other devices of {', '.join(named)}")
+        missing = describe_missing(config)
+        if missing:                                            # in a workflow of another machine
+            log.warning("xDiT Parallel Config: %s, and uses %s", missing, ", ".join(devices))
+            show_text(f"using {', '.join(devices)}: {missing}")
         return io.NodeOutput(config)
 
 

@@ -25,6 +25,10 @@ export const ZH = {
     "请使用为 {0} 制作的 LoRA：此 LoRA 中没有匹配的张量。ComfyUI 的日志列出了它的张量。",
   "Remove Create Hook Model as LoRA, or use Load Diffusion Model: xDiT does not support it and would silently ignore it.":
     "请删除 Create Hook Model as LoRA，或使用“UNet加载器”：xDiT 不支持它，会在没有提示的情况下忽略它。",
+  "Install the pack that has the node {}, or update ComfyUI: this ComfyUI does not have it.":
+    "请安装含有节点 {0} 的插件，或更新 ComfyUI：此 ComfyUI 没有该节点。",
+  "Use Load Diffusion Model, or the loader of {}: this node is for {}, which xDiT does not support.":
+    "请使用“UNet加载器”或 {0} 的加载器：此节点用于 {1}，xDiT 不支持它。",
   "Use Load Diffusion Model for the node that needs a second copy of this MODEL's weights: xDiT's workers have one.":
     "请为需要此 MODEL 权重第二份副本的节点使用“UNet加载器”：xDiT 的工作进程只有一份。",
   "Set weight_dtype to fp32, or to bf16 if the device supports it: values of {} exceed the range of {}, in which {} would compute.":
@@ -425,8 +429,12 @@ export const ZH = {
     "请把 displaced_degree 或 pipefusion_degree 设为 1：displaced_degree={0} 和 pipefusion_degree={1} 都使用上一步的激活值，同时使用时一级的激活值会落后两步。",
   "Set cfg_degree to 1 or 2, as guidance has two branches: cfg_degree={} is not supported.":
     "请把 cfg_degree 设为 1 或 2，因为引导有两个分支：不支持 cfg_degree={0}。",
-  "Set mode to auto, or for example {}: the degrees ({}) multiply to {}, and there are {} devices.":
-    "请把 mode 设为 auto，或例如 {0}：各并行度（{1}）的乘积为 {2}，而有 {3} 个设备。",
+  "Set mode to auto, or for example {}: the degrees ({}) multiply to {}, and there {}.":
+    "请把 mode 设为 auto，或例如 {0}：各并行度（{1}）的乘积为 {2}，而{3}。",
+  "is 1 device":
+    "有 1 个设备",
+  "are {} devices":
+    "有 {0} 个设备",
   "Set num_patches to 1, with which stages wait for each other, use tensor_degree, or set approximate to allowed: approximate=\"{}\" and pipefusion_degree={}, whose patches use keys and values of the previous step.":
     "请使用 tensor_degree，或 num_patches 1（各级互相等待），或把 approximate 设为 allowed：approximate=\"{0}\" 而 pipefusion_degree={1}：它的各块使用上一步的键和值。",
   "Set exchange to {}, or approximate to allowed: approximate=\"{}\" and exchange=\"{}\", which rounds the tensors that devices exchange to 8 bits.":
@@ -703,10 +711,10 @@ export const ZH = {
     "在 {0} 上运行：{1}。方案：{2}",
   "running on {}: {}":
     "在 {0} 上运行：{1}",
-  "{}. Memory: {} GB per device. Next best: {} in {}":
-    "{0}。内存：每个设备 {1} GB。次优：{2}，{3}",
-  "{}. Memory: {} GB per device":
-    "{0}。内存：每个设备 {1} GB",
+  "{}. Next best: {} in {}":
+    "{0}。次优：{1}，{2}",
+  "{}. Next best: {}":
+    "{0}。次优：{1}",
   "{}, about {}: one device is as fast":
     "{0}，约 {1}：单个设备同样快",
   "{}, about {}: one device has too little memory":
@@ -823,10 +831,10 @@ export const ZH = {
   "no comfy_kitchen_int8": "没有 comfy_kitchen_int8",
   "{}, attention by {}":
     "{0}，注意力由 {1} 计算",
-  "{} ({}x as fast as one device) (estimate: {})":
-    "{0}，速度为单个设备的 {1} 倍（估计：{2}）",
-  "{} (estimate: {})":
-    "{0}（估计：{1}）",
+  "{} ({}x as fast as one device) (estimate: {} s a step)":
+    "{0}，速度为单个设备的 {1} 倍（估计：每步 {2} 秒）",
+  "{} (estimate: {} s a step)":
+    "{0}（估计：每步 {1} 秒）",
   "cancelled after {} of {} steps":
     "在 {1} 步中的第 {0} 步后取消",
   "failed after {} of {} steps":
@@ -877,8 +885,12 @@ export const ZH = {
     "正在试用设备之间的连接",
   "joining the devices":
     "正在连接各设备",
-  "using {}: this machine lacks the other devices of {}":
-    "使用 {0}：{1} 中的其他设备不在本机",
+  "using {}: {}":
+    "使用 {0}：{1}",
+  "this machine lacks {}":
+    "本机没有 {0}",
+  "running on {} ({}): {}":
+    "在 {0} 上运行（{1}）：{2}",
   "See docs/guide/troubleshooting.md in the folder of the xDiT nodes.":
     "请参阅 xDiT 节点文件夹中的 docs/guide/troubleshooting.md。",
   "Use {}. Worker rank {} ({}) failed with {}: out of memory: {}":

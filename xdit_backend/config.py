@@ -217,7 +217,7 @@ def validate(config, num_devices):
     if product != num_devices:
         raise ConfigError(
             f"Set mode to auto, or for example {_example(num_devices)}: the degrees ({', '.join(text) or 'all 1'}) "
-            f"multiply to {product}, and there are {num_devices} devices.")
+            f"multiply to {product}, and there {'is 1 device' if num_devices == 1 else f'are {num_devices} devices'}.")
 
 
 def check_weights_memory(weights_memory):

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from ..protocol import timeouts
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerDiedError, WorkerStartError, XDiTError
-from ..protocol.messages import Abort, Done, Heartbeat, Phase
+from ..protocol.messages import STARTING, Abort, Done, Heartbeat, Phase
 from . import preflight
 from .group_resources import GroupResources, closing, refused_by_the_system
 from .handshake import Handshake
@@ -288,6 +288,7 @@ class WorkerGroup:
         """Start with the transport `off` disabled by environment variables. failed: errors of earlier attempts."""
         self._resources = resources = GroupResources(self.devices)
         atexit.register(self._close_at_exit)
+        on_phase(Phase(0, STARTING, 0, len(self.devices)))     # torchrun and the libraries take seconds to load
         resources.take_machines(self._machines, on_phase, check)
         self.warnings = [preflight.warning(self.devices, off, variables, failed)] if off else []
         self._complete_handshake(self._launch(variables, check), on_phase, check)

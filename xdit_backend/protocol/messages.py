@@ -25,6 +25,7 @@ from .specs import (
 from .store_messages import StoreReply, StoreRequest
 from .validation import STRICT, ByName, Exchange, Many, ManyListed, Natural, Printable, Rank, Speed
 
+STARTING = "starting workers"                                  # Phase until a worker has loaded its libraries
 JOINING = "joining the devices"                                # Phase in which a worker joins the process group
 TRYING_LINKS = "trying the links between the devices"          # Phase in which workers exchange test tensors
 

@@ -24,6 +24,7 @@ from ..protocol.devices import machine_of, own_name
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerStartError
 from ..protocol.messages import (
     JOINING,
+    STARTING,
     TRYING_LINKS,
     Abort,
     Done,
@@ -55,7 +56,7 @@ def serve(folder, rank, devices, log_file):
     """
     channel = connect(folder)
     store = open_store(folder, rank, devices, channel.send)    # referenced until the process group is destroyed
-    channel.send(Phase(rank, "starting workers"))
+    channel.send(Phase(rank, STARTING))
     commands, busy, ready, aborted = queue.SimpleQueue(), threading.Event(), threading.Event(), set()
     threading.Thread(target=_heartbeat_until, args=(ready, channel, rank), daemon=True).start()
     threading.Thread(target=_read, args=(channel, commands, aborted, store, folder), daemon=True).start()

@@ -223,9 +223,7 @@ def tiles_of(family, config, transformer_options, shape):
     Raises UnsupportedError if ComfyUI's model ignores it, if tiles are selected at random, if the attention is also
     replaced, or if its keys are not pixels of one image; and for ToMe.
     """
-    if _of_operation("merges", transformer_options):
-        raise UnsupportedError("Remove TomePatchModel, or use Load Diffusion Model: it selects the tokens to merge at "
-                               "random in every layer, and each device would select different ones.")
+    refuse_random_merges(transformer_options)
     functions = _of_operation("tiles", transformer_options).get("attn1_patch", [])
     if not functions:
         return {}
@@ -270,6 +268,22 @@ def _cuts_tiles(function):
         return torch.equal(cut, tokens)
     rows, columns, height, width = tile
     return torch.equal(cut, tokens.view(rows, height, columns, width).transpose(1, 2).reshape(rows * columns, -1, 1))
+
+
+def refuse_random_merges(transformer_options):
+    """Raise UnsupportedError for ToMe."""
+    if _of_operation("merges", transformer_options):
+        raise UnsupportedError("Remove TomePatchModel, or use Load Diffusion Model: it selects the tokens to merge at "
+                               "random in every layer, and each device would select different ones.")
+
+
+def refuse_patches(family, config, transformer_options):
+    """Raise UnsupportedError for patches that a call of this family's model would reject whatever its inputs are.
+    config: arguments of the transformer's class."""
+    refuse_random_merges(transformer_options)
+    for check in (guided_of, free_u_of, caches_references):
+        check(family, transformer_options)
+    operations_of(family, config, transformer_options)
 
 
 class Scores:

@@ -61,6 +61,7 @@ def check_latent(setup, x, channels=None):
     if 0 in x.shape:
         raise ConfigError("Move, enlarge or remove an area that lies outside the image: the latent, or the area of it "
                           f"that a prompt is for, is empty (its shape is {tuple(x.shape)}).")
+    family.check_size(tuple(x.shape), setup.transformer_config)
 
 
 def check_text(family, text):

@@ -117,6 +117,11 @@ def refuse_model_options(model_options, family):
     _refuse(_model_options(model_options, family))
 
 
+def refuse_described(what):
+    """Raise UnsupportedError for what a node adds to a MODEL, as a run with it does. what: its description."""
+    _refuse([what])
+
+
 def refuse_call(family, transformer_options, extra, diffusion_model):
     """Raise UnsupportedError if a call of the model needs anything that the workers do not support, apart from its
     attention backend, see call_backend.

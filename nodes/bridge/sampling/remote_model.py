@@ -18,7 +18,7 @@ from ..compatibility.ltx_guidance import isolation_of
 from ..compatibility.model_options import call_backend, refuse_call, refuse_changed_modules, scales_of, wrappers_inside
 from ..compatibility.pipefusion_support import COMPILE, DRAINED, SYNCHRONOUS
 from ..workers.vram_accounting import ask_for_memory
-from ..workers.worker_groups import GROUPS, parking_bytes, show_text
+from ..workers.worker_groups import GROUPS, describe_missing, parking_bytes, show_text
 from .controlnet import control_residuals
 from .displaced_run import DisplacedRun
 from .injected_networks import networks_of, style_of
@@ -362,6 +362,8 @@ class RemoteModel:
     def _show(self, how, describe_estimate=str):
         """Show the split of the run on the node. describe_estimate(): text that follows."""
         if how != self.how:
-            show_text(f"running on {', '.join(self.devices)}: {how}{describe_estimate()}"
+            missing = describe_missing(self.config)
+            devices = ", ".join(self.devices) + (f" ({missing})" if missing else "")
+            show_text(f"running on {devices}: {how}{describe_estimate()}"
                       f"{self.memory.describe_placement(self.estimates)}{self.forwards.describe_idle(self.modules)}")
             self.how = how

@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 import weakref
+from pathlib import Path
 
 import torch
 
@@ -21,7 +22,7 @@ from ....xdit_backend.host.torchrun import environment_of
 from ....xdit_backend.memory.system_memory import available_memory
 from ....xdit_backend.multi_node.listener import Listener, own_addresses, read_address
 from ....xdit_backend.planner.layout_search import speeds_of
-from ....xdit_backend.protocol.devices import machine_of, machines_of, own_name, resolve_devices
+from ....xdit_backend.protocol.devices import machine_of, machines_of, missing_devices, own_name, resolve_devices
 from ....xdit_backend.protocol.errors import ConfigError, WorkerDiedError, WorkerFailedError
 from .idle_timeout import watch
 from .progress import Runs
@@ -30,14 +31,27 @@ from .settings import chosen_address
 log = logging.getLogger(__name__)
 
 WORKER_PACKAGES = ("diffusers", "accelerate", "safetensors", "greenlet", "pydantic")
+REQUIREMENTS = Path(__file__).parents[3] / "requirements.txt"
 RESERVED_BYTES = 2 ** 31                   # of system RAM, not used for parked weights
 # groups that may have a worker on the same device; one more ends the least recently used group
 MAX_SHARING = 2
 
 
+def warn_of_missing_packages():
+    """Log a warning, once ComfyUI has loaded the pack, with the command that installs what is missing."""
+    missing = _missing((*WORKER_PACKAGES, "gguf"))
+    if missing:
+        log.warning("xDiT: %s %s missing in ComfyUI's Python. Install with: \"%s\" -m pip install -r \"%s\"",
+                    ", ".join(missing), "is" if len(missing) == 1 else "are", sys.executable, REQUIREMENTS)
+
+
+def _missing(packages):
+    return [name for name in packages if importlib.util.find_spec(name) is None]
+
+
 def check_packages():
     """Raise ConfigError if a package that the workers need is missing."""
-    missing = [name for name in WORKER_PACKAGES if importlib.util.find_spec(name) is None]
+    missing = _missing(WORKER_PACKAGES)
     if missing:
         raise ConfigError(f"Install {', '.join(missing)}, which this Python does not have: python -m pip install -r "
                           "requirements.txt (in the folder of the xDiT nodes, with ComfyUI's Python), and restart "
@@ -54,6 +68,12 @@ def devices_of(config):
                           "ComfyUI does not listen for any.")
     validate(config, len(devices))
     return devices
+
+
+def describe_missing(config):
+    """Text for the user on devices that a config names and this machine lacks; "" if there are none."""
+    missing = missing_devices(config.devices, num_cuda_devices())
+    return f"this machine lacks {', '.join(missing)}" if missing else ""
 
 
 def fitting_here(config):
@@ -304,7 +324,9 @@ class Groups:
         return counted
 
     def _show_phase(self, phase):
-        show_text(self.runs.describe_phase(phase))
+        text = self.runs.describe_phase(phase)
+        if text:
+            show_text(text)
 
     def _forget_soon(self, *arguments):
         # garbage collection may run at any moment, even while this thread is sending a command

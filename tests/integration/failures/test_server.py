@@ -268,7 +268,7 @@ def test_everything_listens_on_loopback_only(server):
 @pytest.mark.slow
 @pytest.mark.parametrize("path, body",
                          [("/xdit/state", None), ("/xdit/trace", None), ("/xdit/do", b'{"action": "stop"}'),
-                          ("/xdit/fit", b'{"settings": {}}'), ("/xdit/refusals", b'{"models": [], "vaes": []}')])
+                          ("/xdit/fit", b'{"settings": {}}'), ("/xdit/check", b'{"prompt": {}}')])
 @pytest.mark.parametrize("headers", [{"Origin": "http://elsewhere.example"}, {"Sec-Fetch-Site": "cross-site"}], ids=str)
 def test_another_site_s_page_is_refused(server, path, body, headers):
     """By ComfyUI's own check, under which our routes stand."""

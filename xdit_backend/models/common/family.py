@@ -169,6 +169,8 @@ class Family:
     refused: dict[str, str] = field(default_factory=dict)
     # (conditioning of ComfyUI) -> the requested feature that the class does not implement, or None
     unsupported_arguments: Callable = lambda arguments: None
+    # (shape of a latent, config) -> None; raises ConfigError for a latent that the model has no positions for
+    check_size: Callable = lambda shape, config: None
     unsupported_dtypes: tuple[str, ...] = ()                   # compute dtypes in which activations overflow
 
     # --- numerics and construction ---
