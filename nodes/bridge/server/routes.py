@@ -49,8 +49,8 @@ def _add_questions(routes):
     async def answer_check(request):
         body = await _body(request, MAX_PROMPT_BYTES, MAX_PROMPT_VALUES)
         if not _is_prompt(body):
-            return _refuse(f'Send {{"prompt": a graph in ComfyUI\'s API format, "models": [names of further files]}}, of '
-                           f'at most {MAX_NODES} nodes and files.')
+            return _refuse(f'Send {{"prompt": a graph in ComfyUI\'s API format, "models": [names of further files]}}, '
+                           f'of at most {MAX_NODES} nodes and files.')
         return web.json_response(await asyncio.to_thread(check_graph, body["prompt"], body.get("models", ())))
 
     @routes.post("/xdit/fit")

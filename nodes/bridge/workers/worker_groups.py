@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import os
+import sys
 import threading
 import weakref
 from pathlib import Path

@@ -23,7 +23,8 @@ const given = JSON.parse(fs.readFileSync(0));
 const one = toAllGpus(given.workflow, given.refusals, given.definitions);
 const edited = JSON.parse(JSON.stringify(one.workflow));
 for (const [id, key, value] of given.edits) edited.nodes.find((node) => node.id === id)[key] = value;
-console.log(JSON.stringify({ ...one, back: toOneGpu(edited), files: filesToTakeOver(given.workflow, given.definitions) }));"""
+const files = filesToTakeOver(given.workflow, given.definitions);
+console.log(JSON.stringify({ ...one, back: toOneGpu(edited), files }));"""
 
 
 @pytest.fixture(scope="module")
@@ -356,7 +357,7 @@ BEFORE_CFG = ["local", "default", 2, 2, 1]
     ([*BEFORE_CFG, False, False], (2, 1, 1, "sdpa")),                                          # FSDP, its offload
     ([*BEFORE_CFG, False, False, "FA"], (2, 1, 1, "flash")),
     ([*BEFORE_CFG, 1, False, False, "FA3"], (2, 1, 1, "flash3")),
-    ([*BEFORE_CFG, True, False, False, False, "SAGE_AUTO"], (2, 1, 1, "sage")),                # cfg_degree of an old file
+    ([*BEFORE_CFG, True, False, False, False, "SAGE_AUTO"], (2, 1, 1, "sage")),      # cfg_degree of an old file
     (["local", "default", 4, 1, 2, 2, False, True, False, "TORCH_CUDNN", True, False], (1, 2, 2, "sdpa")),
     (["local", "default", 4, 2, 1, 1, False, True, False, 2, "FA", True, False], (2, 1, 1, "flash")),    # replicas
     (["local", "default", 4, 2, 1, 1, False, True, False, "FA", True, False, 2], (2, 1, 1, "flash")),
