@@ -13,7 +13,7 @@ import torch
 
 from ..partition import STREAMS, block_indices, block_path, shard_sizes, shard_start
 from ..protocol.errors import UnsupportedError
-from .quantisation.layer_formats import AUXILIARY
+from .quantisation.layer_formats import AUXILIARY, BY_ROW
 
 # Linear layers of a block by path. "columns": outputs are sharded. "rows": inputs are sharded, and results are summed
 # by an all-reduce. "gathered": layers that see a timestep or pooled text but no tokens; outputs are sharded and
@@ -182,6 +182,8 @@ def _auxiliary(linear, how, sizes):
         splits["weight_scale"] = Split(how, 0, sizes)
     elif scale is not None and scale.dtype == torch.uint8 and how == "rows":               # one byte per block
         splits["weight_scale"] = Split(how, 1, sizes, (linear.in_features // scale.shape[1], 1))
+    if how != "rows":
+        splits |= {name: Split(how, 0, sizes) for name in BY_ROW if getattr(linear, name, None) is not None}
     if getattr(linear, "pre_quant_scale", None) is not None and how == "rows":
         splits["pre_quant_scale"] = Split(how, 0, sizes)
     return splits

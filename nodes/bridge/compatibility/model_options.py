@@ -64,7 +64,8 @@ TRANSFORMER_OPTIONS = {
 # keys that ComfyUI's models read -> their description for the user
 REFUSED_OPTIONS = {
     "patches": "model patches", "patches_replace": "model patches that replace parts of the model",
-    "rope_options": "a changed rotary scale", "animate2_cache": "WanAnimate2Cache, for a model that xDiT does not run yet,",
+    "rope_options": "a changed rotary scale",
+    "animate2_cache": "WanAnimate2Cache, for a model that xDiT does not run yet,",
     "qwen_image21_cache": "QwenImage21Cache, for a model that xDiT does not run yet,",
     "ar_state": "the sampler ar_video (Sampler AR Video), which caches earlier frames in the model,",
 }
