@@ -28,7 +28,7 @@ import psutil
 import torch
 
 from tests.conftest import ROOT, left_behind, still_there
-from tests.support.comfy_quants import WRITTEN, packed_file
+from tests.support.comfy_quants import ROTATING, WRITTEN, packed_file
 from tests.support.fault_actions import can_fail_copies, cut_short, fail_copies, removed, without_memory, written_to
 from tests.support.model_zoo import example
 from tests.support.worker_processes import below
@@ -121,7 +121,7 @@ def draw(number, num_workers=2, packed=False):
     fault = Fault(number, rng.choice(layouts), phase, kind, rng.randrange(num_workers),
                   rng.uniform(0, LONGEST_S[phase]))
     # no rank can have a share of what rounds each token's inputs by themselves
-    formats = [format_ for format_ in WRITTEN if format_ != "convrot_w4a4" or "tensor" not in fault.layout]
+    formats = [format_ for format_ in WRITTEN if format_ not in ROTATING or "tensor" not in fault.layout]
     return replace(fault, format=rng.choice(formats)) if packed else fault
 
 

@@ -19,7 +19,7 @@ from .quantisation.quantised_weights import WITH_LORA
 from .tensor_sharding import block_bytes, block_sizes, possible_splits, resident_bytes
 
 OF_TEXT = ("attn2.to_k", "attn2.to_v")                         # cross-attention layers, which image tokens do not pass
-EAGER = "int8_tensorwise", "convrot_w4a4"                      # comfy-kitchen may or may not have kernels for these
+EAGER = "int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8"      # comfy-kitchen may or may not have kernels for these
 USUAL_TEXT = 77                                                # tokens of a U-Net's prompt
 
 
@@ -193,7 +193,7 @@ def _products(blocks, once, capabilities):
             how = FORMATS[module.format]
             found.add(Product(module.in_features, module.out_features, share == 1, module.format,
                               how.held.itemsize / how.numbers, how.rounds_inputs and module.weight_block[0] > 1,
-                              how.rounds_inputs and module.weight_scale.numel() > 1))
+                              bool(how.group) or how.rounds_inputs and module.weight_scale.numel() > 1))
     return sorted(found)
 
 

@@ -13,7 +13,7 @@ import torch
 from ..models.common.tp_plan import REPLICATED, ROWWISE, Fused, find_style
 from ..partition import block_indices, block_path, shard_sizes, shard_start
 from ..protocol.errors import UnsupportedError
-from .quantisation.layer_formats import AUXILIARY
+from .quantisation.layer_formats import AUXILIARY, BY_ROW
 
 HEAD_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k", "q_rms_norm", "k_rms_norm", "q_rms_norm_t",
               "k_rms_norm_t", "norm_k_img")
@@ -156,6 +156,8 @@ def _auxiliary(linear, how, sizes):
         splits["weight_scale"] = Split(how, 0, sizes)
     elif scale is not None and scale.dtype == torch.uint8 and how == ROWWISE:               # one byte per block
         splits["weight_scale"] = Split(how, 1, sizes, (linear.in_features // scale.shape[1], 1))
+    if how != ROWWISE:
+        splits |= {name: Split(how, 0, sizes) for name in BY_ROW if getattr(linear, name, None) is not None}
     if getattr(linear, "pre_quant_scale", None) is not None and how == ROWWISE:
         splits["pre_quant_scale"] = Split(how, 0, sizes)
     return splits

@@ -34,8 +34,8 @@ class _Recorder(torch.nn.Module):
 
 @functools.cache
 def _norms_video_again():
-    """Return whether video-to-audio attention of ComfyUI's LTX-2 reads the video after audio-to-video attention has
-    been added, as from 0.31 on. Raises UnsupportedError if it reads neither that video nor the one from before."""
+    """Return whether video-to-audio attention of ComfyUI's LTX-2 reads the video after audio-to-video attention was
+    added, as from 0.31 on. Raises UnsupportedError if it reads neither that video nor the one from before."""
     try:
         with torch.no_grad():
             before, after, read = _video_of_block()

@@ -74,17 +74,17 @@ def test_models_of_newer_comfyuis_are_named_before_a_conversion(comfyui):
     wan = load_file(folder / comfyui.file("wan-i2v"))
     save_file(wan, folder / "animate2.safetensors", metadata={"config": json.dumps(said)})
     layer = "blocks.0.ffn.0"
-    save_file(wan | {f"{layer}.comfy_quant": torch.tensor(list(b'{"format": "asym_w4a8_int8"}'), dtype=torch.uint8)},
-              folder / "w4a8.safetensors")
+    save_file(wan | {f"{layer}.comfy_quant": torch.tensor(list(b'{"format": "int3_of_2027"}'), dtype=torch.uint8)},
+              folder / "int3.safetensors")
 
-    found = page.refusals([f"{name}.safetensors" for name in ("music", "animate2", "w4a8")] + [comfyui.file("wan-i2v")],
+    found = page.refusals([f"{name}.safetensors" for name in ("music", "animate2", "int3")] + [comfyui.file("wan-i2v")],
                           [])["models"]
 
-    assert set(found) == {"music.safetensors", "animate2.safetensors", "w4a8.safetensors"}
-    assert found["music.safetensors"].startswith("music.safetensors is a MiniMax Music 3 model, which xDiT does not run")
+    assert set(found) == {"music.safetensors", "animate2.safetensors", "int3.safetensors"}
+    assert found["music.safetensors"].startswith("music.safetensors is a MiniMax Music 3 model, which xDiT does not")
     assert re.search("the metadata of animate2.* describes a variant of Wan|ComfyUI does not recognise animate2",
                      found["animate2.safetensors"])
-    assert f"in the format asym_w4a8_int8 ({layer}), which xDiT does not read" in found["w4a8.safetensors"]
+    assert f"in the format int3_of_2027 ({layer}), which xDiT does not read" in found["int3.safetensors"]
 
 
 def test_types_that_the_page_takes_over_are_known_to_both_loaders(comfyui):

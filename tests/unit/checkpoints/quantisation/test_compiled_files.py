@@ -58,7 +58,7 @@ def test_compiled_blocks_hold_weights_as_they_are(file_of, tmp_path, how):
 
 
 # formats that any device multiplies as they are held
-MULTIPLIED = "int8_tensorwise", "int8_convrot", "convrot_w4a4"
+MULTIPLIED = "int8_tensorwise", "int8_convrot", "convrot_w4a4", "asym_w4a8_int8"
 
 
 @pytest.fixture
