@@ -20,6 +20,12 @@ def variant_of(family):
     return {AGAIN: torch.zeros(1)} if AGAIN in family.conditioning and _norms_video_again() else {}
 
 
+def constants_of(base_model):
+    """Arguments that ComfyUI's BaseModel adds to every call, and without which its class computes something else."""
+    # MiniMax H3's, from 0.31 on; 1 where the latent is the video alone
+    return {"minimax_payload": {"audio_scale": 4.0}} if hasattr(type(base_model), "audio_scale") else {}
+
+
 class _Recorder(torch.nn.Module):
     """An attention that returns a constant and records its inputs."""
 

@@ -8,7 +8,7 @@ LoRA. The result is stored (class_comparisons.py).
 import logging
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
@@ -23,7 +23,7 @@ from ....xdit_backend.hooks.function_overrides import FunctionOverrides, in_file
 from ....xdit_backend.models.common.example_inputs import example_call
 from ....xdit_backend.protocol.errors import UnsupportedError, XDiTError
 from ..compatibility import class_comparisons
-from ..compatibility.comfyui_variants import variant_of
+from ..compatibility.comfyui_variants import constants_of, variant_of
 from ..compatibility.comfyui_version import newer_comfyui
 from .state_dict import weight_sources
 from .weight_patches import PREFIX, patched
@@ -93,7 +93,8 @@ def refuse_difference(family, found, has_patches):
 class Pair:
     """A small model of ComfyUI's class, and the workers' with the same weights.
 
-    base_model: ComfyUI's, around its model. tensors: as in a file. config: of the workers' model.
+    base_model: ComfyUI's, around its model. tensors: as in a file. config: of the workers' model. constants: arguments
+    of every call.
     """
 
     family: object
@@ -101,6 +102,7 @@ class Pair:
     model: torch.nn.Module
     config: dict
     tensors: dict
+    constants: dict
 
     @property
     def native(self):
@@ -127,7 +129,7 @@ def build_pair(family, base_model):
         for each in (native, model):
             each.requires_grad_(False)
             _use_pytorch_attention(each)
-    return Pair(family, small, model, config, tensors)
+    return Pair(family, small, model, config, tensors, constants_of(base_model))
 
 
 def compare(pair):
@@ -136,6 +138,7 @@ def compare(pair):
     # two prompts, since a class may cache what it computes of one (HiDream-O1)
     with torch.inference_mode(), torch.device("cpu"):
         calls = [example_call(family, pair.config, torch.Generator().manual_seed(seed)) for seed in (2, 3)]
+        calls = [replace(call, arguments=call.arguments | pair.constants) for call in calls]
         found = {SAMPLING: _difference(pair, calls[0]), LORA: ""}
         if not found[SAMPLING] and _apply_lora(pair):
             found[LORA] = _difference(pair, calls[1], " with a LoRA in the publisher's names")
