@@ -72,12 +72,14 @@ def test_a_memory_factor_set_while_sampling_is_prepared_changes_nothing(comfyui,
 
 def test_blocks_that_a_node_moves_between_devices_stay_with_the_workers(comfyui):
     """As nodes do that swap blocks, in a callback of the loading."""
+    from comfy.patcher_extension import CallbacksMP
+
     def swap(model, *args):
         for block in model.model.diffusion_model.blocks:
             block.to("cpu")
             block.to(torch.device("cpu"), non_blocking=True)
     model = comfyui.ours("wan", comfyui.config("cpu,cpu", cfg=2)).clone()
-    model.add_callback_with_key("on_load", "a_pack", swap)
+    model.add_callback_with_key(CallbacksMP.ON_LOAD, "a_pack", swap)
     swap(model)
 
     close(comfyui.sample(model, "wan", steps=2), comfyui.reference("wan", steps=2), TOLERANCE)
@@ -113,6 +115,14 @@ def test_guided_attention_that_the_workers_would_compute_otherwise_is_rejected(c
         comfyui.sample(guide(comfyui, blocks=(0, 2))(ours), "wan", steps=1)
     with pytest.raises(rejected, match="^Set batch_size to 1, or input_type of WanVideoNAG to batch .* has 4"):
         comfyui.sample(guide(comfyui)(ours), "wan", steps=1, latent=comfyui.latent("wan", batch=2))
+
+
+def test_a_model_without_the_node_is_as_before(comfyui):
+    """ComfyUI leaves the forward that it puts back as an attribute."""
+    ours = comfyui.ours("wan", comfyui.config("cpu,cpu", cfg=2))
+    comfyui.sample(chunked(guide(comfyui)(ours), "blocks.{}.ffn"), "wan", steps=1)
+
+    close(comfyui.sample(ours, "wan", steps=2), comfyui.reference("wan", steps=2), TOLERANCE)
 
 
 def test_a_module_that_a_node_calls_computes_with_the_files_weights(comfyui):
