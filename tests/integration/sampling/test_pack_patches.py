@@ -134,13 +134,14 @@ def test_a_module_that_a_node_calls_computes_with_the_files_weights(comfyui):
     close(ours, native, 1e-6)
 
 
-MIDDLE, SEVERAL = [("middle", 0)], [("input", 1, 0), ("middle", 0), ("output", 2), ("input", 77)]
+MIDDLE = [("middle", 0)]
+SEVERAL = [("input", 1, 0), ("input", 3, 0), ("middle", 0), ("output", 1), ("input", 77)]
 
 
 @pytest.mark.parametrize("kind, method, blocks, sigma", [
-    ("sd15", "cfg", SEVERAL, None), ("sd15", "cfg", SEVERAL, 1.3), ("sd15", "data", MIDDLE, -1.0),
+    ("sdxl", "cfg", SEVERAL, None), ("sdxl", "cfg", SEVERAL, 1.3), ("sdxl", "data", MIDDLE, -1.0),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("sdxl", "cfg", MIDDLE, None), ("sd15", "displaced", SEVERAL, None), ("sdxl", "one", SEVERAL, -1.0),
+        ("sd15", "cfg", MIDDLE, None), ("sd15", "displaced", SEVERAL, None), ("sd15", "one", SEVERAL, -1.0),
         ("sd2", "cfg", SEVERAL, 0.4)))])
 def test_perturbed_and_blurred_self_attention_equals_native(comfyui, kind, method, blocks, sigma):
     compare(comfyui, kind, method, functools.partial(perturbed, blocks=blocks, sigma=sigma))
