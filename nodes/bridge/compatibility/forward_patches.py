@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from .unet_patches import cell
 
-SAME, GUIDE = "same", "guide"              # operations: see ForwardPatches
+OWN, SAME, GUIDE = "own", "same", "guide"  # operations: see ForwardPatches
 KNOWN = {("model_optimization_nodes.py", "WanCrossAttentionPatch.__get__.<locals>.wrapped_attention"): GUIDE}
 FORWARD = ".forward"                       # end of the name of an object patch
 LENGTHS = 3, 20_000                        # tokens of tests; nodes cut sequences from a few thousand on
@@ -31,8 +31,9 @@ class ForwardPatches:
         self._known = {}                                       # id of a function -> (function, operation)
 
     def operation(self, module, function):
-        """Return the operation of a function in place of a module's forward: SAME, if it computes what that does;
-        GUIDE, if it guides attention to the text (see text_guide); None, if it is not known."""
+        """Return the operation of a function in place of a module's forward: OWN, if it is that, which ComfyUI sets as
+        an attribute when it removes a patch; SAME, if it computes what that does; GUIDE, if it guides attention to the
+        text (see text_guide); None, if it is not known."""
         if id(function) not in self._known:
             self._known[id(function)] = function, _operation(module, function)
         return self._known[id(function)][1]
@@ -48,13 +49,13 @@ class ForwardPatches:
             FORWARD) else None
 
     def running(self, modules):
-        """{path: (operation, function)} of the forwards that are in place now."""
+        """{path: (operation, function)} of the functions that are in place of forwards now."""
         found = {}
         for path, (module, remembered) in modules.items():
             function = vars(module).get("forward")
             if path and function is not None and function is not remembered.get("forward"):
                 found[path] = self.operation(module, function), function
-        return found
+        return {path: known for path, known in found.items() if known[0] != OWN}
 
 
     def describe_idle(self, modules):
@@ -64,7 +65,7 @@ class ForwardPatches:
 
     def is_local(self, modules, name, value):
         """Whether an object patch changes nothing, or each token by itself. name: below "diffusion_model"."""
-        return self.of_object_patch(modules, name, value) in (SAME, GUIDE)
+        return self.of_object_patch(modules, name, value) in (OWN, SAME, GUIDE)
 
     def guides(self, modules):
         """{path: function} of the forwards in place that guide attention to the text."""
@@ -81,6 +82,8 @@ def text_guide(function):
 def _operation(module, function):
     if not isinstance(function, types.MethodType) or function.__self__ is not module:
         return None
+    if function.__func__ is type(module).forward:
+        return OWN
     code = function.__func__.__code__
     known = KNOWN.get((os.path.basename(code.co_filename), function.__func__.__qualname__))
     try:
@@ -134,7 +137,8 @@ def _guides(function):
     patch = copy.copy(cell(function.__func__, "self").cell_contents)
     context, x, text = torch.randn(3, 2, 5, WIDTH, generator=torch.Generator().manual_seed(0))
     patch.nag_context = context[:1]
-    same = types.FunctionType(function.__func__.__code__, function.__func__.__globals__, "same", None,
+    called = function.__func__
+    same = types.FunctionType(called.__code__, called.__globals__, "same", called.__defaults__,
                               (types.CellType(patch),))
     layers = dict.fromkeys(("q", "k", "v", "o", "norm_q", "norm_k", "k_img", "v_img", "norm_k_img"),
                            torch.nn.Identity())

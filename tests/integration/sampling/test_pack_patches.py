@@ -72,12 +72,14 @@ def test_a_memory_factor_set_while_sampling_is_prepared_changes_nothing(comfyui,
 
 def test_blocks_that_a_node_moves_between_devices_stay_with_the_workers(comfyui):
     """As nodes do that swap blocks, in a callback of the loading."""
+    from comfy.patcher_extension import CallbacksMP
+
     def swap(model, *args):
         for block in model.model.diffusion_model.blocks:
             block.to("cpu")
             block.to(torch.device("cpu"), non_blocking=True)
     model = comfyui.ours("wan", comfyui.config("cpu,cpu", cfg=2)).clone()
-    model.add_callback_with_key("on_load", "a_pack", swap)
+    model.add_callback_with_key(CallbacksMP.ON_LOAD, "a_pack", swap)
     swap(model)
 
     close(comfyui.sample(model, "wan", steps=2), comfyui.reference("wan", steps=2), TOLERANCE)
@@ -115,6 +117,14 @@ def test_guided_attention_that_the_workers_would_compute_otherwise_is_rejected(c
         comfyui.sample(guide(comfyui)(ours), "wan", steps=1, latent=comfyui.latent("wan", batch=2))
 
 
+def test_a_model_without_the_node_is_as_before(comfyui):
+    """ComfyUI leaves the forward that it puts back as an attribute."""
+    ours = comfyui.ours("wan", comfyui.config("cpu,cpu", cfg=2))
+    comfyui.sample(chunked(guide(comfyui)(ours), "blocks.{}.ffn"), "wan", steps=1)
+
+    close(comfyui.sample(ours, "wan", steps=2), comfyui.reference("wan", steps=2), TOLERANCE)
+
+
 def test_a_module_that_a_node_calls_computes_with_the_files_weights(comfyui):
     text = comfyui.conditioning("wan", 3)[0][0]
     with torch.no_grad():
@@ -124,13 +134,14 @@ def test_a_module_that_a_node_calls_computes_with_the_files_weights(comfyui):
     close(ours, native, 1e-6)
 
 
-MIDDLE, SEVERAL = [("middle", 0)], [("input", 1, 0), ("middle", 0), ("output", 2), ("input", 77)]
+MIDDLE = [("middle", 0)]
+SEVERAL = [("input", 1, 0), ("input", 3, 0), ("middle", 0), ("output", 1), ("input", 77)]
 
 
 @pytest.mark.parametrize("kind, method, blocks, sigma", [
-    ("sd15", "cfg", SEVERAL, None), ("sd15", "cfg", SEVERAL, 1.3), ("sd15", "data", MIDDLE, -1.0),
+    ("sdxl", "cfg", SEVERAL, None), ("sdxl", "cfg", SEVERAL, 1.3), ("sdxl", "data", MIDDLE, -1.0),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("sdxl", "cfg", MIDDLE, None), ("sd15", "displaced", SEVERAL, None), ("sdxl", "one", SEVERAL, -1.0),
+        ("sd15", "cfg", MIDDLE, None), ("sd15", "displaced", SEVERAL, None), ("sd15", "one", SEVERAL, -1.0),
         ("sd2", "cfg", SEVERAL, 0.4)))])
 def test_perturbed_and_blurred_self_attention_equals_native(comfyui, kind, method, blocks, sigma):
     compare(comfyui, kind, method, functools.partial(perturbed, blocks=blocks, sigma=sigma))
