@@ -483,9 +483,9 @@ def test_each_node_has_one_outcome(convert):
 
 MUTANTS = [
     ("convert", "attachLinks(book, graph, links);", ""),
-    ("convert", "  if (was.now) node.widgets_values = values;\n", ""),
-    ("convert", "if (was.inputs || inputs.length) node.inputs = inputs;", "if (true) node.inputs = inputs;"),
-    ("convert", "node.size = was.size;", ""),
+    ("change", "  if (was.now) node.widgets_values = values;\n", ""),
+    ("change", "if (was.inputs || inputs.length) node.inputs = inputs;", "if (true) node.inputs = inputs;"),
+    ("change", "node.size = was.size;", ""),
     ("graph", "if (position >= 0) list.splice(position, 0, id);", "list.unshift(id);"),
     ("graph", "else graph.links.splice(index, 0, restored);", "else graph.links.push(restored);"),
 ]
