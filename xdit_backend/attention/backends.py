@@ -134,16 +134,29 @@ def _operator(function):
     return call
 
 
-_torch_cpu = _operator(lambda q, k, v, bias, scale:
-                       aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale))
-_torch_cudnn = _operator(lambda q, k, v, bias, scale:
-                         aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, scale=scale)[:2])
-_torch_flash = _operator(lambda q, k, v, bias, scale:
-                         aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)[:2])
-_torch_efficient = _operator(lambda q, k, v, bias, scale:      # pads lse to a multiple of 32
-                             aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)[:2])
-_efficient = functools.partial(AttentionBackend, "torch SDPA (memory-efficient)", "", "", _torch_efficient,
-                               takes_groups=False, takes_masks=True)
+@_operator
+def _torch_cpu(q_BNTH, k_BNTH, v_BNTH, bias, scale):
+    return aten._scaled_dot_product_flash_attention_for_cpu(q_BNTH, k_BNTH, v_BNTH, attn_mask=bias, scale=scale)
+
+
+@_operator
+def _torch_cudnn(q_BNTH, k_BNTH, v_BNTH, bias, scale):
+    return aten._scaled_dot_product_cudnn_attention(q_BNTH, k_BNTH, v_BNTH, bias, True, scale=scale)[:2]
+
+
+@_operator
+def _torch_flash(q_BNTH, k_BNTH, v_BNTH, bias, scale):
+    return aten._scaled_dot_product_flash_attention(q_BNTH, k_BNTH, v_BNTH, scale=scale)[:2]
+
+
+@_operator
+def _torch_efficient(q_BNTH, k_BNTH, v_BNTH, bias, scale):
+    """Pads lse to a multiple of 32."""
+    return aten._scaled_dot_product_efficient_attention(q_BNTH, k_BNTH, v_BNTH, bias, True, scale=scale)[:2]
+
+
+EFFICIENT = functools.partial(AttentionBackend, "torch SDPA (memory-efficient)", "", "", _torch_efficient,
+                              takes_groups=False, takes_masks=True)
 
 # Packages, whose names are choices of the setting as well: protocol.specs.ATTENTIONS and BackendChoice. Then torch's
 # operators that return a log-sum-exp, fastest first, with the limits of torch 2.11; all need rows of a multiple of 16
@@ -167,9 +180,9 @@ BACKENDS = {
     "torch_cudnn": AttentionBackend("torch SDPA (cuDNN)", "", "", _torch_cudnn, majors=(9, 10),
                                     head_sizes=range(8, 129, 8), takes_groups=False, min_keys=2),
     "torch_flash": AttentionBackend("torch SDPA (flash)", "", "", _torch_flash, takes_groups=False),
-    "torch_efficient": _efficient(head_sizes=range(8, MAX_HEAD_SIZE, 8)),
-    "torch_efficient_fp16": _efficient((0, 0), dtypes=(torch.float16,), head_sizes=range(8, MAX_HEAD_SIZE, 8)),
-    "torch_efficient_fp32": _efficient((0, 0), dtypes=(torch.float32, torch.bfloat16),
+    "torch_efficient": EFFICIENT(head_sizes=range(8, MAX_HEAD_SIZE, 8)),
+    "torch_efficient_fp16": EFFICIENT((0, 0), dtypes=(torch.float16,), head_sizes=range(8, MAX_HEAD_SIZE, 8)),
+    "torch_efficient_fp32": EFFICIENT((0, 0), dtypes=(torch.float32, torch.bfloat16),
                                        head_sizes=range(4, MAX_HEAD_SIZE, 4), computes_in=torch.float32),
 }
 

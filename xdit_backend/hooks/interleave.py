@@ -23,7 +23,7 @@ def interleave(forwards, contexts, serving, by_block):
             host.switch()
 
     for index, context in enumerate(contexts):
-        if not context.options.compile_backend:                        # a graph cannot yield
+        if not context.options.compile_backend:                # a graph cannot yield
             context.yield_turn = host.switch
         if by_block:
             context.end_block = functools.partial(end_block, index)

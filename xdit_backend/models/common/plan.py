@@ -208,8 +208,8 @@ class ModelPlan:
 
 
 class UShapedPlan:
-    """What UNetPlan and ReplicatedPlan have of ModelPlan's interface: networks without lists of blocks that tokens pass
-    from end to end."""
+    """Interface of UNetPlan and ReplicatedPlan in common with ModelPlan: networks without lists of blocks that tokens
+    pass from end to end."""
 
     is_unet = True
     takes_unet_patches = False

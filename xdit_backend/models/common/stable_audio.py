@@ -44,7 +44,7 @@ def adapt_model(model, config):
     rotary.inv_freq = (10000.0 ** -steps).to(rotary.inv_freq.dtype)
 
 
-def _parts(plain, differential):
+def _fused(plain, differential):
     """Fused layers of an attention. differential: number of them if it subtracts an attention with queries and keys of
     its own."""
     def split(block, path, linear):
@@ -53,7 +53,7 @@ def _parts(plain, differential):
     return Fused(COLWISE, split)
 
 
-TP_PLAN = {"*_attn.to_q": _parts(1, 2), "*_attn.to_kv": _parts(2, 3), "*_attn.to_qkv": _parts(3, 5),
+TP_PLAN = {"*_attn.to_q": _fused(1, 2), "*_attn.to_kv": _fused(2, 3), "*_attn.to_qkv": _fused(3, 5),
            "ff.ff.0.proj": into("ff.0.proj", "ff.2"), "ff.ff.2": ROWWISE}
 PLAN = ModelPlan(
     blocks=(BlockList("transformer.layers", "transformer.layers.", "depth", returns=(ALL,), patched="double"),),
