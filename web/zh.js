@@ -213,8 +213,8 @@ export const ZH = {
     "接受最多 {0} 个数且查询与值相同的注意力头，而此模型的查询和值分别为 {1} 和 {2} 个数",
   "gives no log-sum-exp in the installed version, which ring_degree needs; with {} {}, or ulysses_degree instead of ring_degree, it can be used":
     "在已安装的版本中不给出 ring_degree 所需的 log-sum-exp；安装 {0} {1}，或用 ulysses_degree 代替 ring_degree，即可使用",
-  "gives no log-sum-exp in the installed version, which ring_degree needs; with ulysses_degree instead of ring_degree, it can be used":
-    "在已安装的版本中不给出 ring_degree 所需的 log-sum-exp；用 ulysses_degree 代替 ring_degree 即可使用",
+  "gives no log-sum-exp, which ring_degree needs; with ulysses_degree instead of ring_degree, it can be used":
+    "不给出 ring_degree 所需的 log-sum-exp；用 ulysses_degree 代替 ring_degree 即可使用",
   "needs {} {} or newer":
     "需要 {0} {1} 或更新版本",
   "cannot be imported ({}): reinstall {} for PyTorch {}":
