@@ -157,10 +157,11 @@ def test_the_server_says_which_files_it_would_refuse(host):
 
 STOCK, SEED = 45, 12
 # Boxes with titles, as drawn: [graph, id, type, left, top, right, bottom, whether the conversion made or changed it].
-READ_BOXES = """() => [app.rootGraph, ...app.rootGraph.subgraphs.values()].flatMap((graph, index) => graph.nodes.map((node) => {
-    const [left, top, width, height] = node.boundingRect;
-    return [index, String(node.id), node.type, left, top, left + width, top + height, Boolean(node.properties.xdit_was)];
-}))"""
+READ_BOXES = """() => [app.rootGraph, ...app.rootGraph.subgraphs.values()].flatMap((graph, index) =>
+    graph.nodes.map((node) => {
+        const [left, top, width, height] = node.boundingRect, isConverted = Boolean(node.properties.xdit_was);
+        return [index, String(node.id), node.type, left, top, left + width, top + height, isConverted];
+    }))"""
 
 
 def stock_sample():

@@ -355,7 +355,7 @@ BEFORE_CFG = ["local", "default", 2, 2, 1]
     ([*BEFORE_CFG, False, False], (2, 1, 1, "sdpa")),                                          # FSDP, its offload
     ([*BEFORE_CFG, False, False, "FA"], (2, 1, 1, "flash")),
     ([*BEFORE_CFG, 1, False, False, "FA3"], (2, 1, 1, "flash3")),
-    ([*BEFORE_CFG, True, False, False, False, "SAGE_AUTO"], (2, 1, 1, "sage")),                # cfg_degree of an old file
+    ([*BEFORE_CFG, True, False, False, False, "SAGE_AUTO"], (2, 1, 1, "sage")),                # of an old file
     (["local", "default", 4, 1, 2, 2, False, True, False, "TORCH_CUDNN", True, False], (1, 2, 2, "sdpa")),
     (["local", "default", 4, 2, 1, 1, False, True, False, 2, "FA", True, False], (2, 1, 1, "flash")),    # replicas
     (["local", "default", 4, 2, 1, 1, False, True, False, "FA", True, False, 2], (2, 1, 1, "flash")),
