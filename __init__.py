@@ -19,6 +19,8 @@ async def comfy_entrypoint():
             from server import PromptServer
 
             from .nodes.bridge.server.routes import add_routes
+            from .nodes.bridge.workers.worker_groups import warn_of_missing_packages
+            warn_of_missing_packages()
             # there is no instance when ComfyUI only inspects the nodes
             if getattr(PromptServer, "instance", None) is not None:
                 add_routes(PromptServer.instance)

@@ -84,6 +84,8 @@ def main():
             exit_code = run_all({"the diagram of the packages": [python, "-m", "tests.support.architecture"],
                                  "the screenshots": [python, "-m", "tests.programs.screenshots"]}, environment)
         elif options.job == "test":
+            if options.windows:
+                return report(run_windows_tests(python, environment, pytest_args), options.job)
             with_quantisers = options.tier in ("all", "rest") and not (options.oldest or options.newest or pytest_args)
             order = [f"--{name}={value}" for name in ORDER
                      if (value := getattr(options, name.replace("-", "_"))) is not None]
@@ -101,7 +103,11 @@ def main():
         with contextlib.suppress(OSError):                     # the terminal was closed
             say("STOPPED")
         return 130
-    say(f"{'PASSED' if exit_code == 0 else f'FAILED (exit code {exit_code})'}: {options.job}")
+    return report(exit_code, options.job)
+
+
+def report(exit_code, job):
+    say(f"{'PASSED' if exit_code == 0 else f'FAILED (exit code {exit_code})'}: {job}")
     return exit_code
 
 
@@ -127,6 +133,9 @@ def parse_arguments():
     tiers = parser.add_mutually_exclusive_group()
     for tier, text in TIERS.items():
         tiers.add_argument(f"--{tier}", dest="tier", action="store_const", const=tier, default="", help=f"test: {text}")
+    tiers.add_argument("--windows", action="store_true",
+                       help="test: the tests of Windows, with Windows' Python; on Linux under Wine, as root, with 7 GB "
+                            "in .host/wine")
     for name, (value, text) in ORDER.items():
         parser.add_argument(f"--{name}", metavar=value, help=text)
     parser.add_argument("--minutes", type=float, help=MINUTES)
@@ -175,6 +184,12 @@ def run_tests(python, environment, tier, order, pytest_args, quantisers):
     jobs["pytest"] = [pytest, *(["-m", marked] if marked else []), *order, *(pytest_args or in_processes)]
     # with models as small as the tests', threads wait for each other ten times as long as they compute
     return run_all(jobs, {"OMP_NUM_THREADS": "1"} | environment)
+
+
+def run_windows_tests(python, environment, pytest_args):
+    """Run the tests of tests/support/windows.py with Windows' Python: this one, or one under Wine."""
+    say("Running the tests of Windows")
+    return wait(subprocess.Popen([python, "-m", "tests.programs.wine", *pytest_args], cwd=ROOT, env=environment))
 
 
 def code_checks(python):

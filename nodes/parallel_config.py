@@ -1,10 +1,14 @@
 """xDiT Parallel Config: devices, parallel degrees and options."""
 
+import logging
+
 from comfy_api.latest import io
 
 from ..xdit_backend.config import APPROXIMATE, ATTENTIONS, COMPILES, DISPLACED_MODES, WARMUPS, ParallelConfig
 from ..xdit_backend.protocol.specs import EXCHANGES
-from .bridge.workers.worker_groups import devices_of, show_text
+from .bridge.workers.worker_groups import describe_missing, devices_of, show_text
+
+log = logging.getLogger(__name__)
 
 Parallel = io.Custom("XDIT_PARALLEL")
 
@@ -76,9 +80,10 @@ class XDiTParallelConfig(io.ComfyNode):
     def execute(cls, **values) -> io.NodeOutput:
         config = ParallelConfig(**values)
         devices = devices_of(config)
-        named = [name.strip() for name in config.devices.lower().split(",") if name.strip()]
-        if named != ["auto"] and len(named) != len(devices):
-            show_text(f"using {', '.join(devices)}: this machine lacks the other devices of {', '.join(named)}")
+        missing = describe_missing(config)
+        if missing:                                            # in a workflow of another machine
+            log.warning("xDiT Parallel Config: %s, and uses %s", missing, ", ".join(devices))
+            show_text(f"using {', '.join(devices)}: {missing}")
         return io.NodeOutput(config)
 
 
@@ -135,11 +140,13 @@ def _computing_inputs():
                        "single MODEL."),
         io.Combo.Input("attention", options=list(ATTENTIONS), default=ATTENTIONS[0], optional=True,
                        tooltip="The attention backend. as ComfyUI: the one that ComfyUI was started with "
-                       "(--use-sage-attention, --use-flash-attention, or xFormers if it is installed), otherwise, and "
-                       "where that one is unsupported, PyTorch SDPA. sdpa: PyTorch SDPA. flash "
-                       "(FlashAttention 2), flash3 (FlashAttention 3), xformers: equal up to rounding. sage "
-                       "(SageAttention): 8-bit, faster, and the image differs slightly. Each needs its package in "
-                       "ComfyUI's Python. Attention with a mask uses PyTorch SDPA, except with xformers."),
+                       "(--use-sage-attention, --use-flash-attention, --use-ck-attention, or xFormers if it is "
+                       "installed), otherwise, and where that one is unsupported, PyTorch SDPA. sdpa: PyTorch SDPA. "
+                       "flash (FlashAttention 2), flash3 (FlashAttention 3), xformers: equal up to rounding. sage "
+                       "(SageAttention), comfy_kitchen_int8 (comfy-kitchen): 8-bit, faster, and the image differs "
+                       "slightly; comfy_kitchen_int8 does not run with Ring attention. Each needs its package in "
+                       "ComfyUI's Python. Attention with a mask uses PyTorch SDPA, except with xformers and "
+                       "comfy_kitchen_int8."),
         io.Combo.Input("exchange", options=list(EXCHANGES), default=EXCHANGES[0], optional=True,
                        tooltip="The data type in which devices that split an image's tokens (Ulysses, Ring) send each "
                        "other queries, keys and values. fp8 sends about half the bytes, for slow links; the image "

@@ -35,7 +35,7 @@ _provide("tests")
 _provide("xdit_backend")
 
 from tests.programs import slow_tier  # noqa: E402
-from tests.support import ordering, tiers  # noqa: E402
+from tests.support import ordering, tiers, windows  # noqa: E402
 from tests.support.worker_processes import FOLDER, host_of, kind_of  # noqa: E402
 
 
@@ -102,7 +102,7 @@ def _common_state():
     return {"gradients": torch.is_grad_enabled(), "default type": torch.get_default_dtype(),
             "threads": torch.get_num_threads(),
             "folder": os.getcwd(), "log level": logging.getLogger().level, "garbage collection": gc.isenabled(),
-            "alarm": signal.getsignal(signal.SIGALRM), **environment}
+            "alarm": signal.getsignal(signal.SIGALRM) if hasattr(signal, "SIGALRM") else None, **environment}
 
 
 @pytest.fixture(autouse=True)
@@ -119,8 +119,8 @@ def nothing_changed_for_others():
 @pytest.fixture(scope="session")
 def supervisor():
     """What workers are forked from: one for all tests of this process, which so import their libraries once."""
-    from xdit_backend.host.forkserver import Forkserver
-    server = Forkserver()
+    from xdit_backend.host.local_supervisor import local_supervisor
+    server = local_supervisor()
     yield server
     server.close()
 
@@ -212,6 +212,7 @@ def pytest_collection_modifyitems(config, items):
     tiers.mark(items)
     slow_tier.select(config, items)
     tiers.count_left_out(config, items)
+    windows.skip(items)
     if not torch.cuda.is_available():
         for item in items:
             if tiers.is_marked(item, "gpu"):

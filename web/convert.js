@@ -3,7 +3,7 @@
  */
 
 import { CONFIG, LOAD, OUTPUTS, PARALLEL, WAS, apply, droppedSettings, restore, whyNotBack } from "./change.js";
-import { attachLinks, called, carries, counters, detachLinks, everyNode, hasLinks, isActive, isProxied, linkOf, linkPlaces, read, resetCounters, sources,
+import { attachLinks, called, carries, counters, detachLinks, everyNode, hasLinks, isActive, isProxied, keyOf, linkOf, linkPlaces, read, resetCounters, sources,
   walkDown, walkUp } from "./graph.js";
 import { choicesOf, loaderOf } from "./loaders.js";
 import { ATTENTIONS, DTYPES, LOADERS, OWN_MODELS, PIPELINES, RAYLIGHT, effectOf, partOf } from "./packs.js";
@@ -12,25 +12,17 @@ import { isRewired, takeOver, valuesByName } from "./takeover.js";
 
 export const SAME_INPUTS = { KSampler: "XDiTParallelSampler", VAEDecode: "XDiTVAEDecode", VAEEncode: "XDiTVAEEncode" };
 const VAE_FILES = { VAELoader: "vae_name", CheckpointLoaderSimple: "ckpt_name", ImageOnlyCheckpointLoader: "ckpt_name" };
-// Nodes whose model patches the workers reject (docs/reference/nodes.md); so are those of REFUSED_INPUTS.
-export const REFUSED = [
-  "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "TomePatchModel", "TrainLoraNode",
-];
-const REFUSED_OF_PACKS = ["XfuserFluxLoraLoader"];             // calls methods of its own pack's model
+const REFUSED_OF_PACKS = ["XfuserFluxLoraLoader"];             // nodes that call methods of their own pack's model
 // Nodes that are not converted when their model is, with the reason shown.
 const STAY = {
   KSamplerAdvanced: "as_it_is", SamplerCustom: "as_it_is", SamplerCustomAdvanced: "as_it_is",
   VAEDecodeTiled: "tiled", VAEEncodeTiled: "tiled", VAEEncodeForInpaint: "on_one_device",
 };
-// Nodes that make conditioning for unsupported models, or that run such a model themselves: they identify a model whose file is missing.
-export const FOR_OTHERS = {
-  SAM3_VideoTrack: "SAM 3", SDPoseKeypointExtractor: "SDPose",
-};
-const REFUSED_INPUTS = ["GLIGEN", "PULIDFLUX"];
 
 /**
- * Convert a workflow to run on all GPUs. refusals: {models, vaes}, each {file: why the workers cannot load it}, as far as known. definitions: {type:
- * definition} of the installed nodes, as /object_info returns them. Returns {workflow, outcomes, changed, left, stay, dropped, already}.
+ * Convert a workflow to run on all GPUs. refusals: the server's answer of check.js: {models, vaes}, each {file: why the workers cannot load it},
+ * and nodes, {key of a loader: {by, text}}: why the workers would reject its model's run, because of the node `by`. definitions: {type: definition}
+ * of the installed nodes, as /object_info returns them. Returns {workflow, outcomes, changed, left, stay, dropped, already}.
  * outcomes: one for each node that has or needs a counterpart: {id, type, title, inside, outcome, reason, ...}. outcome: "converted" (`to`: the new
  * type), "unchanged" (it works as it is, or on one device), or "named" (why it cannot be converted). `reason` is a key of texts.js, the other fields are
  * its values. changed: number of converted nodes. left, stay: the named and the unchanged ones. dropped: converted ones with settings that have no effect
@@ -48,7 +40,7 @@ export function toAllGpus(source, refusals = {}, definitions = {}) {
   const converted = new Set([...everyNode(book)].map(({ node }) => node).filter((node) => node.type === LOAD));
   const changes = [];
   for (const place of everyNode(book)) {
-    const { reason, change } = loaderChange(book, place, refusals.models ?? {}) ?? {};
+    const { reason, change } = loaderChange(book, place, refusals) ?? {};
     if (reason) leave(place, reason);
     if (!change) continue;
     changes.push([place, change]);
@@ -98,17 +90,10 @@ export function toOneGpu(source) {
   return { workflow, changed: restored.length, left };
 }
 
-/** Return the files of a workflow's loaders, {models, vaes}, for which toAllGpus needs refusals. */
-export function filesOf(workflow, definitions = {}) {
-  const files = { models: new Set(), vaes: new Set() };
-  const add = (list, file) => typeof file === "string" && list.add(file);
-  for (const { node } of everyNode(read(workflow))) {
-    const loader = loaderOf(node, definitions);
-    if (loader?.file && node.outputs?.some(({ type }) => type === "MODEL")) add(files.models, loader.values[loader.file]);
-    if (RAYLIGHT[node.type]?.to === LOAD) add(files.models, valuesByName(node, definitions).unet_name);
-    if (node.type in VAE_FILES && Array.isArray(node.widgets_values)) add(files.vaes, node.widgets_values[0]);
-  }
-  return { models: [...files.models], vaes: [...files.vaes] };
+/** Return the files of the loaders that takeOver converts, whose types the server cannot check. */
+export function filesToTakeOver(workflow, definitions = {}) {
+  const loaders = [...everyNode(read(workflow))].filter(({ node }) => RAYLIGHT[node.type]?.to === LOAD);
+  return loaders.map(({ node }) => valuesByName(node, definitions).unet_name).filter((file) => typeof file === "string");
 }
 
 // ---- convertible nodes
@@ -126,7 +111,7 @@ function loaderChange(book, place, refusals) {
   const { file, names, values, standards } = loader;
   const dtype = values.weight_dtype ?? "default";
   if (!DTYPES.includes(dtype)) return { reason: ["dtype", { dtype }] };
-  if (refusals[values[file]]) return { reason: ["file", { text: refusals[values[file]] }] };
+  if (refusals.models?.[values[file]]) return { reason: ["file", { text: refusals.models[values[file]] }] };
   const others = names.filter((name) => name !== file);
   const effects = Object.fromEntries(others.map((name) => [name, effectOf(name, values[name], standards[name])]));
   const acting = others.find((name) => effects[name] === "acts");
@@ -136,13 +121,10 @@ function loaderChange(book, place, refusals) {
   if (linked) return { reason: ["input", { name: linked.name }] };
   const rest = node.outputs.map((slot, index) => (index !== at && hasLinks(slot) ? index : -1)).filter((index) => index >= 0);
   if (rest.length && linkOf(node, file) == null && isProxied(book, graph, node, file)) return { reason: ["promoted"] };
-  let reason = null;
+  const refusal = refusals.nodes?.[keyOf(graph === book.root ? undefined : graph.id, node.id)];
+  let reason = refusal ? ["patch", refusal] : null;
   walkDown(book, graph, node.outputs[at], "MODEL", (inner, user) => {
-    const other = FOR_OTHERS[user.type] ?? inConditioning(book, inner, user, ({ type }) => FOR_OTHERS[type]);
-    if (other) reason ??= ["other_model", { model: other }];
-    const isRefused = [...REFUSED, ...REFUSED_OF_PACKS].includes(user.type);
-    const found = refusedInput(user) ?? (isRefused ? user : null) ?? inConditioning(book, inner, user, refusedInput);
-    if (found) reason ??= ["patch", { by: found.title || found.type }];
+    if (REFUSED_OF_PACKS.includes(user.type)) reason ??= ["patch", { by: user.title || user.type }];
   });
   return reason ? { reason } : { change: changeOf(book, place, loader, at, rest, others.filter((name) => effects[name] === "placement")) };
 }
@@ -205,20 +187,5 @@ function whyItStays(book, graph, node, converted) {
   const guiders = linkOf(node, "guider") == null ? [node] : sources(book, graph, linkOf(node, "guider"), "GUIDER");
   const links = guiders.map((one) => [book.graphs.find((inner) => inner.nodes.includes(one)), linkOf(one, "model")]).filter(([, link]) => link != null);
   return links.some(([inner, link]) => sources(book, inner, link, "MODEL").some((source) => converted.has(source))) ? STAY[node.type] : null;
-}
-
-function refusedInput(node) {
-  return node.inputs?.some((slot) => REFUSED_INPUTS.includes(slot.type) && slot.link != null) ? node : null;
-}
-
-/** Return the first result of find(node) among the active nodes upstream of a node's conditioning inputs. */
-function inConditioning(book, graph, node, find) {
-  let found = null;
-  for (const slot of node.inputs ?? [])
-    if (slot.type === "CONDITIONING" && slot.link != null)
-      walkUp(book, graph, slot.link, "CONDITIONING", (inner, source) => {
-        if (isActive(source)) found ??= find(source);
-      });
-  return found;
 }
 

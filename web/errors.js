@@ -3,7 +3,7 @@
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { headOf } from "./messages.js";
-import { nodeOf, refused, watchOutcomes } from "./outcome.js";
+import { endWaiting, nodeOf, refused, watchOutcomes } from "./outcome.js";
 import { say } from "./texts.js";
 import { translated } from "./translate.js";
 
@@ -53,6 +53,7 @@ function report(answer) {
   name(answer?.node_errors);
   const [first = answer?.error] = Object.values(answer?.node_errors ?? {}).flatMap(({ errors }) => errors);
   if (first) refused(first.details || first.message || String(first));
+  else endWaiting(true);                   // ComfyUI could not be reached
 }
 
 function name(reports) {

@@ -15,6 +15,9 @@ export function read(workflow) {
   return { root: workflow, graphs, subgraphs, instances, links: new Map() };
 }
 
+/** Identify a node among those of all graphs of a workflow. subgraph: id of its definition; undefined in the root graph. */
+export const keyOf = (subgraph, id) => `${subgraph ?? ""}:${id}`;
+
 /** Identify a node for a message; inside: the name of its subgraph, if any. */
 export function called(book, { graph, node }) {
   return { id: node.id, type: node.type, title: node.title, inside: graph === book.root ? undefined : graph.name };

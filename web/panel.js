@@ -156,7 +156,7 @@ function runView(run) {
     ["run_state", text(`run_${run.state}`) + (left && `, ${left}`)], ["run_file", run.file], ["run_devices", run.devices.join(", ")],
     ["run_how", translated(language(), run.how)], ["run_kernels", translated(language(), run.kernels)],
     ["run_steps", run.steps ? text("steps_of", { step: run.step, steps: run.steps }) : ""],
-    ["run_a_step", run.a_step ? `${run.a_step.toFixed(run.a_step < 1 ? 3 : 2)} s` : ""], ["run_took", run.steps ? seconds(run.seconds) : ""],
+    ["run_a_step", run.a_step ? aStep(run) : ""], ["run_took", run.steps ? seconds(run.seconds) : ""],
     ["run_link", run.streamed && run.a_step ? text("link_use", { size: size(run.streamed), rate: size(run.streamed / run.a_step) }) : ""],
     ...planFacts(run), ["run_error", run.error && errorView(run.error)],
   ].filter(([, value]) => value);
@@ -173,11 +173,16 @@ function errorView(message) {
 
 function planFacts({ plan, how, why_no_plan: why }) {
   if (!plan) return [["run_why", how && why && text(`why_${why}`)]];
-  const { chosen, one, second } = plan;
-  return [["run_plan", layout(chosen)], ["run_why", text(`limited_${chosen.limited_by.replace("-", "")}`, { share: Math.round(100 * chosen.share) })],
-    ["run_forecast", seconds(chosen.seconds)],
-    ["run_on_one", chosen.methods.length && (one.fits ? seconds(one.seconds) : text("does_not_fit"))],
-    ["run_second", second ? `${layout(second)}, ${seconds(second.seconds)}` : ""]];
+  const { chosen, one_fits: fits, one_s: measured, second } = plan;
+  return [["run_plan", layout(chosen)], ["run_why", chosen.limited_by && text(`limited_${chosen.limited_by.replace("-", "")}`)],
+    ["run_on_one", chosen.methods.length && (fits ? measured && seconds(measured) : text("does_not_fit"))],
+    ["run_second", second ? layout(second) : ""]];
+}
+
+/** Return the measured time per step, as the node shows it, and its estimate. */
+function aStep({ a_step: measured, plan }) {
+  const estimate = plan?.chosen.a_step;
+  return `${measured.toFixed(2)} s` + (estimate ? ` (${text("estimated", { seconds: estimate.toFixed(2) })})` : "");
 }
 
 const layout = ({ methods }) => methods.join(" x ") || text("one_device");

@@ -4,18 +4,34 @@ import { element } from "./dom.js";
 
 const ROW = 34, BAR = 18, TOP = 14;                            // pixels
 const MIN_WIDTH = 0.2;                                         // of a span in pixels; smaller ones are merged
-const WORK = ["whole", "patch", "decode", "encode"];
+// What a device does in each kind of span. Where spans overlap, the later of these counts.
+const DOES = { whole: "compute", patch: "compute", decode: "compute", encode: "compute", measure: "compute", wait: "wait", weights: "transfer", exchange: "transfer" };
+const SHARES = ["compute", "wait", "transfer", "idle"];
 const WAITS = ["wait", "weights", "exchange"];
 const KINDS = ["whole", "patch", "decode", "encode", "measure", ...WAITS];    // in the order of the legend
 
-/** Summarise a rank's spans: number of steps, seconds busy and waiting, and the idle fraction of the time from begin to end. */
+/** Summarise a rank's spans from begin to end: its number of steps, and the shares of the time in percent, which add up to 100. */
 export function summarise(spans, begin, end) {
-  const total = (kinds) => spans.filter(([kind]) => kinds.includes(kind)).reduce((all, [, start, end]) => all + end - start, 0);
+  const edges = spans.filter(([kind, from, to]) => DOES[kind] && to > begin && from < end).flatMap(([kind, from, to]) => [
+    [Math.max(begin, from), DOES[kind], 1], [Math.min(end, to), DOES[kind], -1]]).sort(([one], [other]) => one - other);
+  const open = { compute: 0, wait: 0, transfer: 0 }, seconds = { compute: 0, wait: 0, transfer: 0, idle: 0 };
+  let last = begin;
+  for (const [at, does, change] of [...edges, [end, "compute", 0]]) {
+    seconds[["transfer", "wait", "compute"].find((one) => open[one]) ?? "idle"] += at - last;
+    open[does] += change;
+    last = at;
+  }
   const steps = spans.filter(([kind]) => kind === "whole" || kind === "patch");
-  const waits = total(WAITS);
-  const during = spans.filter(([kind, , , step]) => WAITS.includes(kind) && step).reduce((all, [, from, to]) => all + to - from, 0);
-  const busy = steps.reduce((all, [, from, to]) => all + to - from, 0) - during;
-  return { steps: new Set(steps.map((span) => span[3])).size, busy: total(WORK) - waits, waits, idle: end > begin ? Math.max(0, 1 - busy / (end - begin)) : 0 };
+  return { steps: new Set(steps.map((span) => span[3])).size, ...percents(seconds, end - begin) };
+}
+
+/** Round shares to whole percents that add up to 100: those with the largest remainders are rounded up. */
+function percents(seconds, total) {
+  const exact = SHARES.map((name) => (total > 0 ? 100 * seconds[name] / total : name === "idle" ? 100 : 0)), whole = exact.map(Math.floor);
+  const order = SHARES.map((_, index) => index).sort((one, other) => exact[other] - whole[other] - (exact[one] - whole[one]));
+  const missing = 100 - whole.reduce((all, number) => all + number, 0);
+  for (const index of order.slice(0, missing)) whole[index]++;
+  return Object.fromEntries(SHARES.map((name, index) => [name, whole[index]]));
 }
 
 /** Return the rectangles of the spans between two times, [{x, width, span}], without those hidden by others of the same kind. */
@@ -77,13 +93,13 @@ export class Timeline {
     this.all();
     const kinds = KINDS.filter((kind) => time.ranks.some(({ spans }) => spans.some((span) => span[0] === kind)));
     this.legend.replaceChildren(...[...kinds, "idle"].map((kind) => element("li", {}, element("i", { "data-kind": kind }), this.text(`kind_${kind}`))));
-    const head = ["rank", "steps", "busy", "waits", "idle"].map((key) => element("th", { scope: "col" }, this.text(`time_${key}`)));
+    const head = ["rank", "steps", ...SHARES].map((key) => element("th", { scope: "col" }, this.text(`time_${key}`)));
     const steps = time.ranks.flatMap(({ spans }) => spans.filter((span) => span[3]));
     const begin = Math.min(...steps.map((span) => span[1])), end = Math.max(...steps.map((span) => span[2]));
     const rows = time.ranks.map(({ name, spans }) => {
-      const { steps, busy, waits, idle } = summarise(spans, begin, end);
-      return element("tr", {}, element("th", { scope: "row" }, name), ...[steps, `${busy.toFixed(2)} s`, `${waits.toFixed(2)} s`,
-        `${Math.round(100 * idle)} %`].map((value) => element("td", {}, String(value))));
+      const summary = summarise(spans, begin, end);
+      return element("tr", {}, element("th", { scope: "row" }, name), ...[summary.steps, ...SHARES.map((share) => `${summary[share]} %`)]
+        .map((value) => element("td", {}, String(value))));
     });
     this.table.hidden = !steps.length;     // e.g. if measuring was cancelled
     this.table.replaceChildren(...(time.steps ? [element("caption", {}, this.text("time_caption", { steps: time.steps }))] : []), element("thead", {}, element("tr", {}, ...head)),

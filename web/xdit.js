@@ -7,17 +7,17 @@ import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { idleWidgets } from "./config.js";
 import { markErrors, recheck } from "./errors.js";
-import { filesOf, toAllGpus, toOneGpu } from "./convert.js";
+import { checkOf, unknownTypes, verdictsOf } from "./check.js";
+import { filesToTakeOver, toAllGpus, toOneGpu } from "./convert.js";
 import { toStock } from "./stock.js";
 import { registerPanel } from "./panel.js";
+import { reportOf } from "./report.js";
 import { listTemplates } from "./templates.js";
 import { say } from "./texts.js";
 import { translated, translatedNote, translatedTitle } from "./translate.js";
 
 const ALL = "xdit.RunOnAllGpus";
 const ONE = "xdit.RunOnOneGpu";
-const NOTHING = { all_done: "all_nothing", one_done: "one_nothing" };
-const MAX_LINES = 6;
 const SHOWN_MS = 12000;
 
 let isTemplate = false;                    // whether the graph being loaded has a note of the pack's templates
@@ -30,18 +30,11 @@ const definitions = () => Object.fromEntries(Object.entries(LiteGraph.registered
 
 async function runOnAllGpus() {
   const workflow = app.rootGraph.serialize();
-  const files = filesOf(workflow, definitions());
-  const answer = await api.fetchApi("/xdit/refusals", {
-    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(files),
-  });
-  if (!answer.ok) return show("error", text("failed"), [text("unreachable", { text: answer.status })]);
-  const here = [listed("XDiTLoadModel", "model_name"), listed("CheckpointLoaderSimple", "ckpt_name")].flat();
-  const { models, vaes } = files;
-  const unlisted = [...models.filter((file) => !here.includes(file)), ...vaes.filter((file) => ![...here, ...listed("VAELoader", "vae_name")].includes(file))];
-  const absent = [...new Set(unlisted)];
-  const result = toAllGpus(workflow, await answer.json(), definitions());
-  await replace(result, absent.length && result.changed ? "all_set" : "all_done",
-    [...(absent.length ? [text("unchecked", { files: absent.join(", ") })] : []), ...result.dropped.map((node) => `${nameOf(node)}: ${text(node.reason, node)}`)]);
+  const check = await checkOf(api, (await app.graphToPrompt()).output, filesToTakeOver(workflow, definitions()));
+  if (check.failed) return show("error", text("failed"), [text("unreachable", { text: check.failed })]);
+  const { refusals, others } = verdictsOf(workflow, check);
+  const unknown = unknownTypes(workflow, (type) => type in LiteGraph.registered_node_types);
+  await replace(toAllGpus(workflow, refusals, definitions()), "all_done", { absent: check.absent, missing: check.missing, unknown, others });
 }
 
 async function runOnOneGpu() {
@@ -65,13 +58,10 @@ function listed(type, widget) {
 }
 
 /**
- * Replace the open workflow with a converted one, as one step of its undo history, and list the nodes that were not converted, with reasons.
- * done: text key of the message about what has changed. notes: lines after it.
+ * Replace the open workflow with a converted one, as one step of its undo history, and show what each node comes to. done, found: see reportOf.
  */
-async function replace({ workflow, changed, left, already, stay = [] }, done, notes = []) {
-  const line = (node) => `${nameOf(node)}: ${text(node.reason, { ...node, by: node.by && titleOf(node.by), text: translated(language(), node.text) })}`;
-  const lines = [...left, ...(changed ? stay : [])].map(line);
-  if (lines.length) console.info("xDiT:", text("left"), lines);
+async function replace(result, done, found = {}) {
+  const { workflow, changed } = result;
   if (changed) {
     const open = app.extensionManager.workflow.activeWorkflow;
     const history = open.changeTracker;
@@ -85,10 +75,9 @@ async function replace({ workflow, changed, left, already, stay = [] }, done, no
     }
     history.captureCanvasState();
   }
-  const cause = changed ? undefined : lines.shift();            // the reason that nothing was converted comes first
-  const head = cause ?? (changed ? text(changed === 1 ? `${done}_1` : done, { count: changed }) : text(already ? "all_already" : NOTHING[done]));
-  show(changed ? "success" : already && !cause ? "info" : "warn", head, [...(changed ? [text("undo"), ...notes] : []), ...(lines.length ? [text("left")] : []),
-    ...lines.slice(0, MAX_LINES), ...(lines.length > MAX_LINES ? [text("more", { count: lines.length - MAX_LINES })] : [])]);
+  const { severity, head, lines, all } = reportOf(result, done, found, { text, nameOf, titleOf, translated: (message) => translated(language(), message) });
+  if (all.length) console.info("xDiT:", head, all);
+  show(severity, head, lines);
 }
 
 function show(severity, summary, lines) {

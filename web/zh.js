@@ -25,6 +25,10 @@ export const ZH = {
     "请使用为 {0} 制作的 LoRA：此 LoRA 中没有匹配的张量。ComfyUI 的日志列出了它的张量。",
   "Remove Create Hook Model as LoRA, or use Load Diffusion Model: xDiT does not support it and would silently ignore it.":
     "请删除 Create Hook Model as LoRA，或使用“UNet加载器”：xDiT 不支持它，会在没有提示的情况下忽略它。",
+  "Install the pack that has the node {}, or update ComfyUI: this ComfyUI does not have it.":
+    "请安装含有节点 {0} 的插件，或更新 ComfyUI：此 ComfyUI 没有该节点。",
+  "Use Load Diffusion Model, or the loader of {}: this node is for {}, which xDiT does not support.":
+    "请使用“UNet加载器”或 {0} 的加载器：此节点用于 {1}，xDiT 不支持它。",
   "Use Load Diffusion Model for the node that needs a second copy of this MODEL's weights: xDiT's workers have one.":
     "请为需要此 MODEL 权重第二份副本的节点使用“UNet加载器”：xDiT 的工作进程只有一份。",
   "Set weight_dtype to fp32, or to bf16 if the device supports it: values of {} exceed the range of {}, in which {} would compute.":
@@ -193,12 +197,12 @@ export const ZH = {
     "请在“xDiT 并行配置”中设置多个设备，并运行一次：没有可测量的，因为只使用 {0}。",
   "Set weight_dtype to default, use a file of that type, or close other programs: the weights of {} do not fit in VRAM, and the offloaded ones need {} GB of system RAM, of which {} GB are free. Weights that are used as the file stores them need no RAM of their own.":
     "请把 weight_dtype 设为 default，使用该类型的文件，或关闭其他程序：{0} 的权重在显存中放不下，卸载的权重需要 {1} GB 内存，其中 {2} GB 空闲。按文件中的形式直接使用的权重不另占内存。",
-  "Set attention to sdpa in xDiT Parallel Config: {} {}.":
-    "请在 xDiT Parallel Config 中把 attention 设为 sdpa：{0} {1}。",
-  "Set attention to sdpa in xDiT Parallel Config: {} on {} {}.":
-    "请在 xDiT Parallel Config 中把 attention 设为 sdpa：{1} 上的 {0} {2}。",
-  "Set attention to sdpa in xDiT Parallel Config: {} rejects queries of shape {} and type {} ({}: {}).":
-    "请在 xDiT Parallel Config 中把 attention 设为 sdpa：{0} 拒绝形状为 {1}、类型为 {2} 的查询（{3}：{4}）。",
+  "Set attention to sdpa in xDiT Parallel Config, or remove the node that selects {}: {} {}.":
+    "请在 xDiT Parallel Config 中把 attention 设为 sdpa，或移除选择 {0} 的节点：{1} {2}。",
+  "Install the package, or select another attention in xDiT Parallel Config and in nodes that select one: {} on {} {}.":
+    "请安装该软件包，或在 xDiT Parallel Config 以及选择 attention 的节点中另选一种：{1} 上的 {0} {2}。",
+  "Set attention to sdpa in xDiT Parallel Config, or remove the node that selects {}: {} rejects queries of shape {} and type {} ({}: {}).":
+    "请在 xDiT Parallel Config 中把 attention 设为 sdpa，或移除选择 {0} 的节点：{1} 拒绝形状为 {2}、类型为 {3} 的查询（{4}：{5}）。",
   "is not installed (package {})":
     "未安装（软件包 {0}）",
   "runs on CUDA devices of compute capability {}, and {}":
@@ -207,8 +211,12 @@ export const ZH = {
     "接受 {0}，而此模型以 {1} 计算",
   "takes a head size of at most {}, the same for queries and values, and this model has {} and {}":
     "接受最多 {0} 个数且查询与值相同的注意力头，而此模型的查询和值分别为 {1} 和 {2} 个数",
-  "gives no log-sum-exp in the installed version, which ring_degree needs; with {} 2, or ulysses_degree instead of ring_degree, it can be used":
-    "在已安装的版本中不给出 ring_degree 所需的 log-sum-exp；安装 {0} 2，或用 ulysses_degree 代替 ring_degree，即可使用",
+  "gives no log-sum-exp in the installed version, which ring_degree needs; with {} {}, or ulysses_degree instead of ring_degree, it can be used":
+    "在已安装的版本中不给出 ring_degree 所需的 log-sum-exp；安装 {0} {1}，或用 ulysses_degree 代替 ring_degree，即可使用",
+  "gives no log-sum-exp in the installed version, which ring_degree needs; with ulysses_degree instead of ring_degree, it can be used":
+    "在已安装的版本中不给出 ring_degree 所需的 log-sum-exp；用 ulysses_degree 代替 ring_degree 即可使用",
+  "needs {} {} or newer":
+    "需要 {0} {1} 或更新版本",
   "cannot be imported ({}): reinstall {} for PyTorch {}":
     "无法导入（{0}）：请为 PyTorch {2} 重新安装 {1}",
   "Set compile to off in xDiT Parallel Config, or remove TorchCompileModel: PyTorch cannot compile this model here ({}).":
@@ -421,8 +429,12 @@ export const ZH = {
     "请把 displaced_degree 或 pipefusion_degree 设为 1：displaced_degree={0} 和 pipefusion_degree={1} 都使用上一步的激活值，同时使用时一级的激活值会落后两步。",
   "Set cfg_degree to 1 or 2, as guidance has two branches: cfg_degree={} is not supported.":
     "请把 cfg_degree 设为 1 或 2，因为引导有两个分支：不支持 cfg_degree={0}。",
-  "Set mode to auto, or for example {}: the degrees ({}) multiply to {}, and there are {} devices.":
-    "请把 mode 设为 auto，或例如 {0}：各并行度（{1}）的乘积为 {2}，而有 {3} 个设备。",
+  "Set mode to auto, or for example {}: the degrees ({}) multiply to {}, and there {}.":
+    "请把 mode 设为 auto，或例如 {0}：各并行度（{1}）的乘积为 {2}，而{3}。",
+  "is 1 device":
+    "有 1 个设备",
+  "are {} devices":
+    "有 {0} 个设备",
   "Set num_patches to 1, with which stages wait for each other, use tensor_degree, or set approximate to allowed: approximate=\"{}\" and pipefusion_degree={}, whose patches use keys and values of the previous step.":
     "请使用 tensor_degree，或 num_patches 1（各级互相等待），或把 approximate 设为 allowed：approximate=\"{0}\" 而 pipefusion_degree={1}：它的各块使用上一步的键和值。",
   "Set exchange to {}, or approximate to allowed: approximate=\"{}\" and exchange=\"{}\", which rounds the tensors that devices exchange to 8 bits.":
@@ -497,8 +509,10 @@ export const ZH = {
     "{0} 不能交换张量：{1} {2}{3}",
   "Worker {} {}. Queue the prompt again to start a new group. {} {}Its last lines:\n{}":
     "工作进程 {0} {1}。请再次排队以启动新的一组。{2} {3}最后几行输出：\n{4}",
-  "Start ComfyUI inside WSL2: workers run on Linux, and this is Windows. {}":
-    "请在 WSL2 中启动 ComfyUI：工作进程在 Linux 上运行，而这是 Windows。{0}",
+  "Install PyTorch {} or newer with ComfyUI's Python, as pytorch.org says, then restart ComfyUI: on Windows, PyTorch {} to before {} cannot connect workers (unsupported gloo device), and {} is installed.":
+    "请按 pytorch.org 的说明用 ComfyUI 的 Python 安装 PyTorch {0} 或更新版本，然后重启 ComfyUI：在 Windows 上，PyTorch {1} 至 {2} 之前的版本无法连接工作进程（unsupported gloo device），而已安装的是 {3}。",
+  "Close other programs, or enlarge the page file: Windows can give programs {} more memory, and at least {} are needed for tensors that travel between ComfyUI and the workers.":
+    "请关闭其他程序，或增大页面文件：Windows 还能分配给程序 {0} 内存，而在 ComfyUI 与工作进程之间传递的张量至少需要 {1}。",
   "The workers have ended{}. Queue the prompt again to start a new group.":
     "工作进程已结束{0}。请再次排队以启动新的一组。",
   "Install a PyTorch for your GPUs, as pytorch.org says, or set devices to \"cpu\": {} cannot be used, as this PyTorch ({}) is built for CPUs.":
@@ -527,8 +541,8 @@ export const ZH = {
     "请以运行 ComfyUI 的用户运行此命令：{0} 中的密钥无法读取（{1}）。",
   "Allow this user to write to {}, and free some space there: the key for other machines to join cannot be stored ({}).":
     "请允许当前用户写入 {0}，并在那里留出空间：供其他机器加入的密钥不能保存（{1}）。",
-  "Install openssl, such as with apt install openssl: other machines join over TLS, and openssl, which creates the certificate, is not installed.":
-    "请安装 openssl，例如 apt install openssl：其他机器通过 TLS 加入，而创建证书的 openssl 没有安装。",
+  "Install openssl, such as with apt install openssl, or on Windows the package cryptography (python -m pip install cryptography): other machines join over TLS, and neither, which creates the certificate, is installed.":
+    "请安装 openssl，例如 apt install openssl；在 Windows 上请安装 cryptography 包（python -m pip install cryptography）：其他机器通过 TLS 加入，而创建证书的这两者都没有安装。",
   "openssl could not create a certificate for other machines to join: {}":
     "openssl 不能为其他机器的加入生成证书：{0}",
   "Set one of {} in Settings > xDiT: no network interface of this machine has the address {}, at which others joined.":
@@ -611,10 +625,14 @@ export const ZH = {
     "它们之间的传输在 {0} 秒后仍未完成：{1}。",
   "they had not joined after {} s on {}.":
     "它们在 {0} 秒后仍未加入：{1}。",
+  "Remove the environment variable XDIT_TRANSPORT, or set it to one of {}: it is \"{}\", which workers on {} cannot use.":
+    "请移除环境变量 XDIT_TRANSPORT，或将其设为以下之一：{0}。其当前值为“{1}”，{2} 上的工作进程无法使用。",
   "rank {} ({}) could not join the others: {}: {}":
     "rank {0}（{1}）无法加入其他进程：{2}：{3}",
   "For a model that ComfyUI itself knows use its own loader and KSampler, on one GPU.":
     "对于 ComfyUI 自己支持的模型，请使用它自己的加载器和 K采样器，在单个 GPU 上运行。",
+  "a MiniMax Music 3 model, which xDiT does not run yet":
+    "MiniMax Music 3 模型，xDiT 尚不支持运行",
   "a detection or depth model, which generates no images":
     "检测或深度模型，不生成图像",
   "docs/reference/models.md lists what xDiT runs.":
@@ -693,10 +711,10 @@ export const ZH = {
     "在 {0} 上运行：{1}。方案：{2}",
   "running on {}: {}":
     "在 {0} 上运行：{1}",
-  "{}. Memory: {} GB per device. Next best: {} in {}":
-    "{0}。内存：每个设备 {1} GB。次优：{2}，{3}",
-  "{}. Memory: {} GB per device":
-    "{0}。内存：每个设备 {1} GB",
+  "{}. Next best: {} in {}":
+    "{0}。次优：{1}，{2}",
+  "{}. Next best: {}":
+    "{0}。次优：{1}",
   "{}, about {}: one device is as fast":
     "{0}，约 {1}：单个设备同样快",
   "{}, about {}: one device has too little memory":
@@ -810,12 +828,13 @@ export const ZH = {
   "no flash3": "没有 flash3",
   "no sage": "没有 sage",
   "no xformers": "没有 xformers",
+  "no comfy_kitchen_int8": "没有 comfy_kitchen_int8",
   "{}, attention by {}":
     "{0}，注意力由 {1} 计算",
-  "{} ({}x as fast as one device) (estimate: {})":
-    "{0}，速度为单个设备的 {1} 倍（估计：{2}）",
-  "{} (estimate: {})":
-    "{0}（估计：{1}）",
+  "{} ({}x as fast as one device) (estimate: {} s a step)":
+    "{0}，速度为单个设备的 {1} 倍（估计：每步 {2} 秒）",
+  "{} (estimate: {} s a step)":
+    "{0}（估计：每步 {1} 秒）",
   "cancelled after {} of {} steps":
     "在 {1} 步中的第 {0} 步后取消",
   "failed after {} of {} steps":
@@ -866,8 +885,12 @@ export const ZH = {
     "正在试用设备之间的连接",
   "joining the devices":
     "正在连接各设备",
-  "using {}: this machine lacks the other devices of {}":
-    "使用 {0}：{1} 中的其他设备不在本机",
+  "using {}: {}":
+    "使用 {0}：{1}",
+  "this machine lacks {}":
+    "本机没有 {0}",
+  "running on {} ({}): {}":
+    "在 {0} 上运行（{1}）：{2}",
   "See docs/guide/troubleshooting.md in the folder of the xDiT nodes.":
     "请参阅 xDiT 节点文件夹中的 docs/guide/troubleshooting.md。",
   "Use {}. Worker rank {} ({}) failed with {}: out of memory: {}":

@@ -1,4 +1,5 @@
-"""The commands of python -m xdit_backend: bench COMMAND (one file of tools/bench each), plan, doctor, join and key."""
+"""The commands of python -m xdit_backend: bench COMMAND (one file of tools/bench each), plan, report, doctor, join and
+key."""
 
 import argparse
 import sys
@@ -10,6 +11,7 @@ from .tools.bench import (
     cost_model_accuracy,
     displaced,
     estimate_accuracy,
+    exchange,
     gpu,
     loading,
     methods,
@@ -19,9 +21,11 @@ from .tools.bench import (
     startup,
     vae,
 )
+from .tools.report import report
 
 BENCHES = {"methods": methods, "displaced": displaced, "vae": vae, "quality": quality, "planner": cost_model_accuracy,
-           "reach": estimate_accuracy, "loading": loading, "start": startup, "size": size, "card": gpu}
+           "reach": estimate_accuracy, "loading": loading, "start": startup, "size": size, "card": gpu,
+           "exchange": exchange}
 
 
 def main():
@@ -43,6 +47,7 @@ def make_parser():
     for name, module in BENCHES.items():
         _add(benches, name, module)
     _add(commands, "plan", plan)
+    _add(commands, "report", report)
     _add(commands, "doctor", doctor)
     _add(commands, "join", join)
     _add(commands, "key", show_key)

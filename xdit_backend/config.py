@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .protocol.devices import resolve_devices
 from .protocol.errors import ConfigError
-from .protocol.specs import ATTENTIONS, AUTO, EXCHANGES, MODES, WHOLE, Layout
+from .protocol.specs import ATTENTIONS, AUTO, EXCHANGES, MODES, WHOLE, ForwardOptions, Layout
 
 WARMUPS = ("auto", "whole", "micro_batches", "sequence")
 DEGREES = tuple(field.name for field in dataclasses.fields(Layout))
@@ -66,9 +66,10 @@ class ParallelConfig:
                                   f"{field.name}={str(value)[:MAX_SHOWN]} is not.")
 
     @property
-    def compile_backend(self):
-        """torch.compile's backend; "": eager."""
-        return "inductor" if self.compile == "blocks" else ""
+    def forward_options(self):
+        """The ForwardOptions of these settings."""
+        return ForwardOptions(compile_backend="inductor" if self.compile == "blocks" else "", exchange=self.exchange,
+                              extrapolation=self.forecast_keys_values)
 
     @property
     def num_stage_blocks(self):
@@ -216,7 +217,7 @@ def validate(config, num_devices):
     if product != num_devices:
         raise ConfigError(
             f"Set mode to auto, or for example {_example(num_devices)}: the degrees ({', '.join(text) or 'all 1'}) "
-            f"multiply to {product}, and there are {num_devices} devices.")
+            f"multiply to {product}, and there {'is 1 device' if num_devices == 1 else f'are {num_devices} devices'}.")
 
 
 def check_weights_memory(weights_memory):

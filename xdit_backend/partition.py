@@ -207,7 +207,7 @@ def summed_modules(splits):
     """
     summed = set()
     for name, split in splits.items():
-        if split.how == "rows" and name.endswith(".weight"):
+        if split.how == "rowwise" and name.endswith(".weight"):
             # list, index, (a module that is the block, or contains a norm too,) attention or feed-forward
             names = name.split(".")[:-1]
             inside = block_path(name).count(".") + 1

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.support.comfyui_server import ROOT, comfyui_folder, run_async
-from tests.support.model_zoo import conditioning_of, unit
 from tests.support.tiny_checkpoints import detect_thin, families, import_comfyui, save, thin_class
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
-from xdit_backend.worker.memory import return_freed_memory
+from xdit_backend.models.common.example_inputs import conditioning_of, pixels_a_side
+from xdit_backend.system import trim_heap
 
 LATENT_SIZES = {"flux": (16, 16), "flux-schnell": (16, 16), "flux-fill": (16, 16), "flux-canny": (16, 16),
                 "pixart": (34, 36),
@@ -27,7 +27,7 @@ DEGREES = ("cfg", "data", "pipefusion", "displaced", "ring", "ulysses", "tensor"
 
 def in_pixels(kind, size):
     """Rows and columns of a latent, larger where it is a picture's pixels, so that they come to as many tokens."""
-    return tuple(side * unit(families()[kind]) for side in size)
+    return tuple(side * pixels_a_side(families()[kind]) for side in size)
 
 
 def in_dims(family, size):
@@ -128,7 +128,7 @@ class ComfyUI:
         made = conditioning_of(families()[kind], self.transformer_config(kind), generator, {"context": tokens},
                                size=in_dims(families()[kind], size) if families()[kind].is_comfyuis else ())
         pooled = made.get("y", made.get("clip_text_pooled"))
-        if pooled is not None and families()[kind].is_unet:    # the rest of it ComfyUI makes of the picture's size
+        if pooled is not None and families()[kind].plan.is_unet:    # the rest of it ComfyUI makes of the picture's size
             pooled = pooled[:, :1280] if pooled.ndim > 1 and not families()[kind].has_frames_as_batch else None
         options = {} if pooled is None else {"pooled_output": pooled}
         if families()[kind].has_frames_as_batch:               # of which ComfyUI makes the vector
@@ -194,11 +194,11 @@ class ComfyUI:
         size = in_dims(family, size)
         config = self.transformer_config(kind)
         video = torch.zeros(batch, family.num_channels(config), *size)
-        if not family.components:
+        if not family.components.names:
             return {"samples": video}
-        [beside] = family.components
-        return {"samples": in_parts(family.first_component(video),
-                                    torch.zeros(family.call_shapes(config, video.shape, audio)[beside]))}
+        [beside] = family.components.names
+        return {"samples": in_parts(family.components.first(video),
+                                    torch.zeros(family.components.shapes(config, video.shape, audio)[beside]))}
 
     @contextmanager
     def cancelled_amid(self, text):
@@ -269,7 +269,7 @@ def comfyui(tmp_path_factory):
     host.groups.close()
     host.management.current_loaded_models.clear()              # gigabytes by now, which later tests need
     gc.collect()
-    return_freed_memory()
+    trim_heap()
 
 
 @pytest.fixture(autouse=True)

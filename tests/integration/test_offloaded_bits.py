@@ -53,7 +53,7 @@ class Folder:
     def __init__(self, name, dtype, folder):
         self.name, self.dtype, self.family = name, dtype, FAMILIES[name]
         self.branches = [example(name, getattr(torch, dtype), num_text_tokens=count, seed=seed, more=deeper(name),
-                                 batch=2, thin=False, **SIZES[FAMILIES[name].is_unet])
+                                 batch=2, thin=False, **SIZES[FAMILIES[name].plan.is_unet])
                          for seed, count in enumerate((7, 9))]
         self.checkpoint = replace(open_checkpoint(save(self.branches[0], folder)), recognised=self.family)
 
@@ -101,21 +101,21 @@ def run_of(folder, layout, store, requests, share):
     def branch(one, name, rows):
         latent = one.latent if rows is None else one.latent.narrow(rows[0].dim, rows[0].start, rows[1])
         shape = (latent.shape[0], folder.family.num_channels(one.config), *latent.shape[2:])
-        shapes = [shape, *(tuple(one.conditioning[part].shape) for part in folder.family.components)]
+        shapes = [shape, *(tuple(one.conditioning[part].shape) for part in folder.family.components.names)]
         written = [store.create(each, one.latent.dtype)[0] for each in shapes]
         made.extend(written)
         return specs.Branch(store.share(latent.contiguous()), store.share(one.timestep), name, written[0],
-                            parts=dict(zip(folder.family.components, written[1:], strict=True)))
+                            parts=dict(zip(folder.family.components.names, written[1:], strict=True)))
 
     def step(rows=None, **settings):
         branches = [branch(one, name, rows) for name, one in zip(names, folder.branches, strict=True)]
         patch = None if rows is None else rows[0]
-        commands.append(messages.Predict(next(requests), spec.name, layout, branches, patch, keep=True, copies=copies,
-                                         **settings))
+        commands.append(messages.Predict(next(requests), spec.name, layout, branches, patch, keep=True,
+                                         options=specs.ForwardOptions(copies=copies), **settings))
 
     step()
     step(stale=layout.displaced_degree > 1)
-    if layout.pipefusion_degree > 1 and not folder.family.components:
+    if layout.pipefusion_degree > 1 and not folder.family.components.names:
         for rows in cut_patches(folder.branches[0].latent.shape, folder.family.latent.patch, 2):
             step(rows)
     commands += [messages.DropConditioning(next(requests), names), messages.DropModel(next(requests), spec.name)]

@@ -17,6 +17,7 @@ from tests.support.model_zoo import CONFIGS, example
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE
 from xdit_backend.hooks.transformer import Hooks
+from xdit_backend.protocol.specs import ForwardOptions
 
 # wide enough for products to count: what tiny models are made with
 WIDER = {"Flux.1": {"num_attention_heads": 24, "attention_head_dim": 32, "axes_dims_rope": (8, 12, 12)}}
@@ -73,7 +74,8 @@ def measure(name, options):
     loaded, seconds = one.loaded(Hooks(one.model, one.family.plan)), {"": [], "inductor": []}
 
     def step(backend):
-        context = loaded.context(SINGLE, Traffic(), one.latent, one.timestep, one.conditioning, compile_backend=backend)
+        context = loaded.context(SINGLE, Traffic(), one.latent, one.timestep, one.conditioning,
+                                 options=ForwardOptions(compile_backend=backend))
         started_s = time.process_time()
         output = loaded.hooks.run(context)[0]
         seconds[backend].append(time.process_time() - started_s)

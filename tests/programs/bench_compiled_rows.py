@@ -23,7 +23,7 @@ from xdit_backend.parallel.displaced import StaleSplit
 from xdit_backend.parallel.displaced_exchange import Exchange
 from xdit_backend.partition import unet_blocks
 from xdit_backend.protocol.op_registration import NAMESPACE
-from xdit_backend.protocol.specs import Layout
+from xdit_backend.protocol.specs import ForwardOptions, Layout
 
 
 class Launches:
@@ -89,7 +89,7 @@ def measure(name, num_ranks, size):
             for is_stale in (False, True, True):
                 launches.of_blocks = []
                 context = loaded.context(mesh, Traffic(), one.latent, one.timestep, one.conditioning, exchange=exchange,
-                                         compile_backend=backend[0])
+                                         options=ForwardOptions(compile_backend=backend[0]))
                 with Counted() as mode, exchange.call(context.traffic, is_stale, time=float(is_stale)):
                     hooks.run(context)
             blocks[backend[0]] = launches.of_blocks

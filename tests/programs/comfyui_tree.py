@@ -179,7 +179,7 @@ class Tree:
                 yield from self.classes(found, (*seen, found.key))
 
     def fact(self, key, has_body=False):
-        """What can be compared of a symbol: its signature, bases or value, with has_body also a hash of its code."""
+        """The comparable form of a symbol: its signature, bases or value, with has_body also a hash of its code."""
         symbol = self.find(key)
         if symbol is None:
             return MISSING
@@ -234,7 +234,7 @@ def option_keys(tree):
 
 
 def _ends_with(node, name):
-    """Is it a variable, an attribute or an entry of this name?"""
+    """Return whether it is a variable, an attribute or an entry of this name."""
     if isinstance(node, ast.Subscript):
         return isinstance(node.slice, ast.Constant) and node.slice.value == name
     return getattr(node, "attr", getattr(node, "id", "")) == name

@@ -28,7 +28,7 @@ import psutil
 import torch
 
 from tests.conftest import ROOT, left_behind, still_there
-from tests.support.comfy_quants import WRITTEN, packed_file
+from tests.support.comfy_quants import ROTATING, WRITTEN, packed_file
 from tests.support.fault_actions import can_fail_copies, cut_short, fail_copies, removed, without_memory, written_to
 from tests.support.model_zoo import example
 from tests.support.worker_processes import below
@@ -40,7 +40,7 @@ from xdit_backend.host.client import Client
 from xdit_backend.partition import cut_patches
 from xdit_backend.protocol.errors import XDiTError
 from xdit_backend.protocol.shared_memory import SegmentStore
-from xdit_backend.protocol.specs import Layout, Stages, WeightCopies
+from xdit_backend.protocol.specs import ForwardOptions, Layout, Stages, WeightCopies
 from xdit_backend.tools.bench.sampler import Method, Model, Sampling, sample
 from xdit_backend.tools.bench.vae import random_decoder
 
@@ -121,7 +121,7 @@ def draw(number, num_workers=2, packed=False):
     fault = Fault(number, rng.choice(layouts), phase, kind, rng.randrange(num_workers),
                   rng.uniform(0, LONGEST_S[phase]))
     # no rank can have a share of what rounds each token's inputs by themselves
-    formats = [format_ for format_ in WRITTEN if format_ != "convrot_w4a4" or "tensor" not in fault.layout]
+    formats = [format_ for format_ in WRITTEN if format_ not in ROTATING or "tensor" not in fault.layout]
     return replace(fault, format=rng.choice(formats)) if packed else fault
 
 
@@ -160,7 +160,8 @@ class Host:
             vae = Autoencoder("vae", "float64", lambda: self._vae)
             return self.client.autoencoders.decode(vae, self._latent, (2, 192, 192, 3)).clone()
         one, spec, degrees = self.model(format_)[1], self.spec(layout, format_), self.layouts[layout]
-        call = Call(one.latent, one.timestep, one.conditioning, copies=WeightCopies(is_shared=layout in SHARING))
+        call = Call(one.latent, one.timestep, one.conditioning, options=ForwardOptions(
+            copies=WeightCopies(is_shared=layout in SHARING)))
         channels = one.latent.shape[1]
         patches = cut_patches(one.latent.shape, (2, 2), 3) if degrees.pipefusion_degree > 1 else None
         try:

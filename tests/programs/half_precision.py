@@ -41,8 +41,8 @@ def arguments(comfyui, kind, seed):
     """Of a few steps on two noises, small: CPUs are slow in half precision."""
     family = families()[kind]
     size = (34, 36) if family.name.startswith("PixArt") else (8, 6)
-    if family.is_unet:
-        size = (16, 18 if family.is_replicated else 8)
+    if family.plan.is_unet:
+        size = (16, 18 if family.plan.hooks == "replicated" else 8)
     prompts = [comfyui.conditioning(kind, number, tokens=8) for number in (2 * seed - 1, 2 * seed)]
     for ((_, options),) in prompts:
         # a thousand of it is the same in every type: else the rounding of that is most of what is seen

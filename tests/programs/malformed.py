@@ -13,7 +13,6 @@ import collections
 import dataclasses
 import logging
 import math
-import os
 import random
 import socket
 import struct
@@ -50,7 +49,7 @@ EXAMPLES = [
                      [specs.Branch(SEGMENT, SEGMENT, "conditioning-1", SEGMENT)]),
     messages.Predict(5, "flux-1", specs.Layout(), [specs.Branch(
         SEGMENT, SEGMENT, "conditioning-1", SEGMENT,
-        networks=(specs.NetworkUse("network-1", "blocks", 0.5, "picture.0"),))]),
+        networks=(specs.NetworkUse("network-1", "blocks", 0.5, "image.0"),))]),
     messages.Predict(5, "flux-1", specs.Layout(), [], specs.Patch(2, 4, 16), keep=True),
     messages.LoadAutoencoder(6, specs.AutoencoderSpec("vae-1", "float32", {"conv_in.weight": SEGMENT}, {"scale": "8"})),
     messages.LoadNetwork(6, specs.NetworkSpec("network-1", {"320.0.0.weight": SEGMENT}, {"320.0": "linear relu"})),
@@ -156,7 +155,7 @@ def receive_frames(seed, count, on_each=lambda outcome: None):
                 # the host waits for the rest, as of a worker that was stopped
                 stays_open = chance.random() < 0.01
                 limit_s = 10 * _wait_s(host) if stays_open else math.inf
-                os.write(other.raw.fileno(), sent)
+                write(other, sent)
                 if not stays_open:
                     other.close()
                 outcomes[outcome := _receive_all(host, stays_open, limit_s)] += 1
@@ -200,6 +199,21 @@ def _receive_all(host, stays_open, limit_s):
     return "refused" if not num_messages else "messages, then refused"
 
 
+def write(channel, raw):
+    """Send bytes over a Channel that are no frame of its own."""
+    with socket.socket(fileno=socket.dup(channel.raw.fileno())) as connected:
+        connected.sendall(raw)
+
+
+def dial(address):
+    """A socket that is connected to a ChannelListener's address, without the key."""
+    if address.isdigit():                                      # of Windows
+        return socket.create_connection(("127.0.0.1", int(address)))
+    knocking = socket.socket(socket.AF_UNIX)
+    knocking.connect(address)
+    return knocking
+
+
 def knock(seed, count):
     """{outcome: how often} of strangers at the door of a group of two workers while it starts;
     the group serves afterwards."""
@@ -210,9 +224,8 @@ def knock(seed, count):
         own = random.Random(number)
         while sum(outcomes.values()) < count and not over.is_set():
             try:
-                with socket.socket(socket.AF_UNIX) as knocking:
+                with dial(address) as knocking:
                     knocking.settimeout(1)
-                    knocking.connect(address)
                     knocking.sendall(own.choice([frame(own), own.randbytes(20), b"#CHALLENGE#" * 3, b""]))
                     if own.random() < 0.5:
                         knocking.recv(own.choice([1, 64]))

@@ -134,7 +134,7 @@ def draw(comfyui, number, layouts=None, kinds=None, products=False):
     group = pick((LAYOUTS, LAYOUTS, LAYOUTS, STALE)) if layouts is None else None
     names = layouts or [name for name in group for _ in range(1 if group[name][0] == FOUR else 2)]
     kind = pick(kinds or list(families()))
-    own = (WHOLE_LAYOUTS if families()[kind].is_replicated else UNET_LAYOUTS) if families()[kind].is_unet else names
+    own = {"replicated": WHOLE_LAYOUTS, "unet": UNET_LAYOUTS}.get(families()[kind].plan.hooks, names)
     layout = pick([name for name in names if name in own] or own)
     drawn = {
         "number": number, "layout": layout, "kind": kind,
@@ -164,7 +164,7 @@ def draw(comfyui, number, layouts=None, kinds=None, products=False):
         drawn["batch"] = 1                                     # where branches are computed apart
     if kind == "hunyuanimage-refiner":                         # whose own sampling takes an empty latent of one frame
         drawn |= {"latent": "empty", "frames": 1}
-    if families()[kind].is_unet and min(drawn["size"]) < 8:
+    if families()[kind].plan.is_unet and min(drawn["size"]) < 8:
         drawn["size"] = (16, 18)                               # norms over a pixel or two enlarge rounding
     if layout in STALE:
         drawn |= {name: pick(values) for name, values in SIMPLE.items()}
@@ -176,7 +176,7 @@ def draw(comfyui, number, layouts=None, kinds=None, products=False):
             drawn["latent"] = "noise mask"
     if products:
         drawn["computed"] = pick(COMPUTED)
-        if layout not in STALE and not families()[kind].is_unet:
+        if layout not in STALE and not families()[kind].plan.is_unet:
             drawn["dtype"] = pick((drawn["dtype"], *WRITTEN))
         if drawn["dtype"] in WRITTEN:
             drawn["loras"] = ()                                # ComfyUI rounds weights anew, ours adds to what is there
@@ -234,7 +234,7 @@ class Runner:
             listed = name, "default" if dtype in WRITTEN else dtype
             model = self.comfyui.load_model.execute(*listed, self.comfyui.config(devices, **degrees)).args[0]
             if "held" in computed:
-                kilobytes = math.ceil(model.model.remote.memory._least_bytes * computed["held"] / 1e3)
+                kilobytes = math.ceil(model.model.remote.memory.group.least_bytes * computed["held"] / 1e3)
                 degrees = {"mode": "manual" if degrees else "auto", **degrees, "weights_memory": f"{kilobytes / 1e6}"}
                 model = self.comfyui.load_model.execute(*listed, self.comfyui.config(devices, **degrees)).args[0]
             if computed.get("compiled"):

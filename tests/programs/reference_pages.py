@@ -1,6 +1,7 @@
 """Tables of docs/reference that are generated; `python -m tests.programs.reference_pages` writes the pages.
 
 docs/reference/models.md: tables between the markers `<!-- generated: NAME -->` and `<!-- end -->`, from the registries.
+docs/results/README.md: the table of received reports.
 docs/reference/nodes.md and templates.md: everything except the outcomes, which tests.programs.model_nodes and
 tests.programs.stock_templates measure with --write.
 """
@@ -13,6 +14,8 @@ from tests.support.architecture import ROOT
 from xdit_backend.autoencoders import FAMILIES as VAE_FAMILIES
 from xdit_backend.checkpoints.quantisation.layer_formats import FORMATS, Layer
 from xdit_backend.models import FAMILIES
+from xdit_backend.tools.report.document import device_names
+from xdit_backend.tools.report.results import layout_title, read_report
 
 FOLDER = ROOT / "docs" / "reference"
 # column of the table of families -> the methods of Family.refused without which it is "no"
@@ -31,7 +34,7 @@ def families_table():
     """Each family's support for each method."""
     rows = []
     for family in FAMILIES.values():
-        rejected = {*family.refused, *(UNET_REJECTS if family.is_unet else ())}
+        rejected = {*family.refused, *(UNET_REJECTS if family.plan.is_unet else ())}
         rows.append([family.title, family.cfg, "no" if "data" in rejected else "yes",
                      *("no" if rejected & {*needed} else "yes" for needed in METHODS.values())])
     return table(["model", "CFG", "data", *METHODS], rows)
@@ -99,7 +102,30 @@ def models_page(text):
     return BLOCK.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}", text)
 
 
-PAGES = {"models.md": models_page, "nodes.md": model_nodes.render, "templates.md": stock_templates.render}
+def results_table():
+    """A row per model of each report in docs/results, the newest first."""
+    reports = sorted(map(read_report, (FOLDER.parent / "results").glob("*.json")), key=lambda report: report.date,
+                     reverse=True)
+    rows = []
+    for report in reports:
+        checks = f"{len(report.checks) - len(report.failed)} of {len(report.checks)}"
+        for model in dict.fromkeys(timing.model for timing in report.timings):
+            timings = report.of_model(model)
+            best = min((timing for timing in timings.values() if timing.num_devices > 1),
+                       key=lambda timing: timing.seconds.median, default=None)
+            one = timings["one"].seconds.shown() if "one" in timings else ""
+            fastest = "" if best is None else (f"{layout_title(best.layout)}: {best.seconds.shown()}, "
+                                               f"{report.speedup(best) or 0:.2f}x")
+            rows.append([device_names(report), report.date, checks, f"{model} ({report.sizes[model]})", one, fastest])
+    return table(["devices", "date", "checks passed", "model", "one device, s/step", "fastest method"], rows)
+
+
+def results_page(text):
+    return BLOCK.sub(lambda match: f"{match[1]}\n{results_table()}\n{match[3]}", text)
+
+
+PAGES = {"models.md": models_page, "nodes.md": model_nodes.render, "templates.md": stock_templates.render,
+         "../results/README.md": results_page}
 
 
 def main():

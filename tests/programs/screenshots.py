@@ -98,7 +98,8 @@ def take_converted(page, template):
     template["nodes"] = [node for node in template["nodes"] if "Note" not in node["type"]]
     next(node for node in template["nodes"] if node["type"] == "SaveImage")["size"] = [280, 300]
     page.set_viewport_size({"width": 1400, "height": 760})
-    page.route("**/xdit/refusals", lambda route: route.fulfill(json={"models": {}, "vaes": {}}))
+    page.route("**/xdit/check", lambda route: route.fulfill(json={
+        "models": {}, "vaes": {}, "absent": [], "missing": [], "nodes": {}}))
     page.evaluate("graph => app.loadGraphData(graph)", template)
     page.wait_for_timeout(1000)
     page.evaluate("() => app.extensionManager.command.execute('xdit.RunOnAllGpus')")

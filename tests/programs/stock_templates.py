@@ -9,12 +9,12 @@ say random numbers (tests/support/doubles.py). --write: into docs/reference/temp
 import argparse
 import collections
 import gc
+import importlib
 import importlib.metadata
 import importlib.util
 import json
 import logging
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +27,6 @@ from tests.integration.page.prompts import prompts_of
 from tests.programs.random_workflows import compare, patience
 from tests.support.comfyui_server import ROOT, comfyui_folder, run_async
 from tests.support.doubles import StandIns
-from tests.support.page_modules import node_program, write_modules
 
 TABLE = ROOT / "docs" / "reference" / "templates.md"
 LOADERS = {"UNETLoader": "unet_name", "CheckpointLoaderSimple": "ckpt_name", "ImageOnlyCheckpointLoader": "ckpt_name",
@@ -68,10 +67,6 @@ KINDS = (
 STEPS, FRAMES = 3, 9
 SIZES = re.compile(r"width|height|size|longer|shorter|edge|dimension|left|right|top|bottom|value|resolution$")
 FAULTS = ("wrong", "raw", "hang")
-# the page's reasons, in its own words
-SAID = {"patch": "xDiT rejects what {by} does to the model",
-        "other_model": "it is for {model}, which xDiT does not run",
-        "no_counterpart": "Load xDiT Model does not replace {type}"}
 HEAD = """# ComfyUI's own templates
 
 Outcomes of ComfyUI's templates ({version}) that load a diffusion model after Run on all GPUs, on two devices, with tiny
@@ -119,13 +114,11 @@ def files_of(prompt):
                    if node["class_type"] in LOADERS})
 
 
-def reasons(folder):
-    """{template: why the page leaves its loaders as they are}, in the page's words. folder: an empty one."""
-    modules = write_modules(Path(folder))
-    done = subprocess.run([node_program(), ROOT / "tests" / "integration" / "page" / "convert_templates.mjs",
-                           modules / "convert.mjs", templates_folder()], stdout=subprocess.PIPE, check=True)
-    return {Path(entry["name"]).stem: sorted({SAID[left["reason"]].format(**left) for left in entry["left"]
-                                              if left["reason"] in SAID}) for entry in json.loads(done.stdout)}
+def reasons(comfyui, prompt):
+    """Why the page leaves a graph's loaders as they are, as the server answers it."""
+    check = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.server.graph_check")
+    found = check.check_graph({number: node for number, node in prompt.items() if node["class_type"]})
+    return sorted({*found["models"].values(), *(node["reason"] for node in found["nodes"].values() if node["reason"])})
 
 
 def smaller(prompt, least=64):
@@ -180,11 +173,12 @@ class Walk:
         self.server = server.PromptServer.instance = Server()
         self.latents = keep_latents(comfyui.samplers.CFGGuider)
 
-    def outcome(self, given, on_all, why):
+    def outcome(self, given, on_all):
         """(word, text): equal, chaotic, rejected; not compared: what has no stand-in; left: what the page leaves as it
-        is; or a fault: wrong, raw, hang. why: the page's reasons."""
+        is; or a fault: wrong, raw, hang."""
         files = files_of(given)
         if not any(node["class_type"] == "XDiTLoadModel" for node in on_all.values()):
+            why = reasons(self.comfyui, given)
             return "left", "; ".join(why) or f"no loader of it can be taken ({', '.join(files)})"
         unknown = [file for file in files if kind_of(file) is None]
         if unknown:
@@ -292,10 +286,9 @@ def main():
         logging.disable(logging.ERROR)                         # what workflows end in is printed here
         try:
             walk = Walk(comfyui)
-            why = reasons(tempfile.mkdtemp(dir=base))
             for name, given, on_all in prompts:
                 started_s = time.monotonic()
-                outcomes[name] = outcome_of(walk, given, on_all, why[name])
+                outcomes[name] = outcome_of(walk, given, on_all)
                 print(f"{name} {outcomes[name][0]}: {outcomes[name][1][:400]} | {time.monotonic() - started_s:.1f} s",
                       flush=True)
         finally:
@@ -340,11 +333,11 @@ def cell(text):
     return message.replace("\\|", "|").replace("|", "\\|")[:300]
 
 
-def outcome_of(walk, given, on_all, why):
+def outcome_of(walk, given, on_all):
     if isinstance(given, Exception):
         return "raw", f"the page raised {given}"
     try:
-        return walk.outcome(given, on_all, why)
+        return walk.outcome(given, on_all)
     except Exception as error:  # noqa: BLE001 - whatever a workflow ends in is what is compared
         return "raw", f"{type(error).__name__}: {error}"
 

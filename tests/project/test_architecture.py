@@ -16,8 +16,9 @@ ARROWS = {
     "nodes.bridge.compatibility": ["xdit_backend.comfyui", "xdit_backend.config", "xdit_backend.models",
                                    "xdit_backend.protocol"],
     "nodes.bridge.model": ["nodes.bridge.compatibility", "nodes.bridge.sampling", "nodes.bridge.workers",
-                           "xdit_backend.checkpoints", "xdit_backend.config", "xdit_backend.host",
-                           "xdit_backend.memory", "xdit_backend.planner", "xdit_backend.protocol"],
+                           "xdit_backend.checkpoints", "xdit_backend.config", "xdit_backend.hooks",
+                           "xdit_backend.host", "xdit_backend.memory", "xdit_backend.models.common",
+                           "xdit_backend.planner", "xdit_backend.protocol"],
     "nodes.bridge.sampling": ["nodes.bridge.compatibility", "nodes.bridge.workers", "xdit_backend.host",
                               "xdit_backend.memory", "xdit_backend.partition", "xdit_backend.planner",
                               "xdit_backend.protocol"],
@@ -30,12 +31,12 @@ ARROWS = {
                              "xdit_backend.multi_node", "xdit_backend.partition", "xdit_backend.planner",
                              "xdit_backend.protocol"],
     "xdit_backend.__main__": ["xdit_backend.host", "xdit_backend.multi_node", "xdit_backend.protocol",
-                              "xdit_backend.tools.bench"],
+                              "xdit_backend.tools.bench", "xdit_backend.tools.report"],
     "xdit_backend.attention": ["xdit_backend.protocol"],
     "xdit_backend.autoencoders": ["xdit_backend.protocol"],
     "xdit_backend.checkpoints": ["xdit_backend.autoencoders", "xdit_backend.comfyui", "xdit_backend.memory",
                                  "xdit_backend.models", "xdit_backend.models.common", "xdit_backend.partition",
-                                 "xdit_backend.planner", "xdit_backend.protocol"],
+                                 "xdit_backend.planner", "xdit_backend.protocol", "xdit_backend.system"],
     "xdit_backend.comfyui": ["xdit_backend.protocol"],
     "xdit_backend.config": ["xdit_backend.protocol"],
     "xdit_backend.demo_model": ["xdit_backend.models", "xdit_backend.protocol"],
@@ -43,21 +44,28 @@ ARROWS = {
     "xdit_backend.hooks": ["xdit_backend.attention", "xdit_backend.distributed", "xdit_backend.memory",
                            "xdit_backend.parallel", "xdit_backend.partition", "xdit_backend.protocol"],
     "xdit_backend.host": ["xdit_backend.comfyui", "xdit_backend.memory", "xdit_backend.partition",
-                          "xdit_backend.planner", "xdit_backend.protocol"],
-    "xdit_backend.memory": [],
+                          "xdit_backend.planner", "xdit_backend.protocol", "xdit_backend.system"],
+    "xdit_backend.memory": ["xdit_backend.system"],
     "xdit_backend.models": ["xdit_backend.memory", "xdit_backend.models.common", "xdit_backend.protocol"],
     "xdit_backend.models.common": ["xdit_backend.memory", "xdit_backend.protocol"],
     "xdit_backend.multi_node": ["xdit_backend.checkpoints", "xdit_backend.comfyui", "xdit_backend.host",
-                                "xdit_backend.protocol"],
+                                "xdit_backend.protocol", "xdit_backend.system"],
     "xdit_backend.parallel": ["xdit_backend.attention", "xdit_backend.autoencoders", "xdit_backend.distributed",
                               "xdit_backend.memory", "xdit_backend.partition", "xdit_backend.protocol"],
     "xdit_backend.partition": ["xdit_backend.protocol"],
     "xdit_backend.planner": ["xdit_backend.config", "xdit_backend.partition", "xdit_backend.protocol"],
-    "xdit_backend.protocol": [],
+    "xdit_backend.protocol": ["xdit_backend.system"],
+    "xdit_backend.system": [],
     "xdit_backend.tools.bench": ["xdit_backend.autoencoders", "xdit_backend.checkpoints", "xdit_backend.config",
-                                 "xdit_backend.demo_model", "xdit_backend.hooks", "xdit_backend.host",
+                                 "xdit_backend.demo_model", "xdit_backend.distributed", "xdit_backend.hooks",
+                                 "xdit_backend.host",
                                  "xdit_backend.memory", "xdit_backend.parallel", "xdit_backend.partition",
-                                 "xdit_backend.planner", "xdit_backend.protocol", "xdit_backend.tools.dry_run"],
+                                 "xdit_backend.planner", "xdit_backend.protocol", "xdit_backend.system",
+                                 "xdit_backend.tools.dry_run"],
+    "xdit_backend.tools.report": ["xdit_backend.checkpoints", "xdit_backend.config", "xdit_backend.demo_model",
+                                  "xdit_backend.host", "xdit_backend.models", "xdit_backend.partition",
+                                  "xdit_backend.planner", "xdit_backend.protocol", "xdit_backend.tools.bench",
+                                  "xdit_backend.tools.dry_run"],
     "xdit_backend.tools.dry_run": ["xdit_backend.autoencoders", "xdit_backend.checkpoints", "xdit_backend.config",
                                    "xdit_backend.distributed", "xdit_backend.hooks", "xdit_backend.memory",
                                    "xdit_backend.models", "xdit_backend.models.common", "xdit_backend.partition",
@@ -65,7 +73,7 @@ ARROWS = {
     "xdit_backend.worker": ["xdit_backend.attention", "xdit_backend.autoencoders", "xdit_backend.checkpoints",
                             "xdit_backend.comfyui", "xdit_backend.distributed", "xdit_backend.hooks",
                             "xdit_backend.memory", "xdit_backend.models", "xdit_backend.parallel",
-                            "xdit_backend.partition", "xdit_backend.protocol"],
+                            "xdit_backend.partition", "xdit_backend.protocol", "xdit_backend.system"],
     "nodes.bridge": [],
 }
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "server", "execution",
@@ -124,7 +132,7 @@ def test_the_backend_keeps_no_module_global_state(path):
     for node in tree.body:
         if isinstance(node, ast.Assign):
             names = [target.id for target in node.targets if isinstance(target, ast.Name)]
-            assert all(name.isupper() or name in ("log", "aten") or "Tuple" in name for name in names), names
+            assert all(name.isupper() or name in ("log", "aten", "__all__") or "Tuple" in name for name in names), names
 
 
 @pytest.mark.parametrize("path", sources("nodes") + sources("xdit_backend") + sources("tests"),
@@ -152,3 +160,56 @@ def test_one_function_makes_process_groups():
 def test_nothing_is_pickled():
     for path in sources("nodes") + sources("xdit_backend"):
         assert not any(name.split(".")[0] in ("pickle", "dill", "cloudpickle") for name in imports(path)), path
+
+
+PLATFORM_MODULES = {"_winapi", "fcntl", "grp", "msvcrt", "nt", "posix", "pwd", "resource", "winreg"}
+PLATFORM_TESTS = re.compile(r"\bsys\.platform\b|\bos\.name\b|\bplatform\.(system|platform|win32_\w+)\b|"
+                            r"\bgetwindowsversion\b|hasattr\((os|signal|socket|select)\b|\bwin32\b|\bdarwin\b")
+
+
+def find_platform_tests(text):
+    """Tests of the operating system in a source text, and imports of modules that only some systems have."""
+    names = {alias.name.split(".")[0] for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import)
+             for alias in node.names} & PLATFORM_MODULES
+    return [*(found[0] for found in PLATFORM_TESTS.finditer(text)), *sorted(names)]
+
+
+def test_only_one_package_knows_which_system_it_runs_on():
+    """start.py runs before the package can be imported."""
+    found = {name_of(path): find_platform_tests(path.read_text(encoding="utf-8"))
+             for path in [*sources("nodes"), *sources("xdit_backend"), ROOT / "__init__.py"]
+             if not name_of(path).startswith("xdit_backend.system")}
+
+    assert {name: tests for name, tests in found.items() if tests} == {}
+
+
+@pytest.mark.parametrize("text", ["import sys\nif sys.platform == 'win32': pass", "import os\nos.name == 'nt'",
+                                  "import fcntl", "import os\nhasattr(os, 'getuid')"])
+def test_a_test_of_the_system_is_found(text):
+    assert find_platform_tests(text)
+
+
+def interface_of(path):
+    """({name: parameters of a function, or of a class's public methods}, __all__) of a module."""
+    names, exported = {}, ()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef):
+            names[node.name] = ast.unparse(node.args)
+        elif isinstance(node, ast.ClassDef):
+            names[node.name] = {each.name: ast.unparse(each.args) for each in node.body
+                                if isinstance(each, ast.FunctionDef) and not each.name.startswith("_")}
+        elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            exported = ast.literal_eval(node.value)
+    return {name: value for name, value in names.items() if not name.startswith("_")}, exported
+
+
+def test_both_systems_define_the_same_interface():
+    folder = ROOT / "xdit_backend" / "system"
+    (posix, exported), (windows, windows_exported) = map(interface_of, (folder / "posix.py", folder / "windows.py"))
+    facts, _ = interface_of(folder / "windows_facts.py")
+    used = {node.attr for path in [*sources("nodes"), *sources("xdit_backend")]
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "system"}
+
+    assert exported == windows_exported and used <= set(exported) and set(posix) <= set(exported)
+    assert {name: (facts | windows)[name] for name in posix} == posix

@@ -220,6 +220,9 @@ def test_ci_runs_the_tests_and_keeps_their_record():
     assert used["actions/setup-python"]["python-version"] == "3.11"
     files = used["actions/setup-python"]["cache-dependency-path"].split()
     assert files and all((ROOT / file).is_file() for file in files)
+    windows = workflow["jobs"]["windows"]
+    assert windows["runs-on"].startswith("windows")
+    assert "python start.py test --windows" in [step.get("run") for step in windows["steps"]]
     kept = used["actions/upload-artifact"]
     assert kept["path"] == recorded and kept["include-hidden-files"]   # hidden folders are left out by default
 

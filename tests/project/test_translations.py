@@ -19,7 +19,7 @@ from xdit_backend.protocol.errors import ConfigError
 
 ERRORS = {name for name in vars(errors) if name.endswith("Error")}
 # not met in the page: commands of a shell, and what connections say of a peer that is none of ours
-ELSEWHERE = re.compile(r"xdit_backend/(tools/bench|protocol|memory|worker/command_loop|"
+ELSEWHERE = re.compile(r"xdit_backend/(tools/bench|tools/report|protocol|memory|worker/command_loop|"
                        r"multi_node/(connections|node_session|remote_workers|join|show_key|segment_transfer))")
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 NEW = 8                                    # messages that may be newer than their translation
@@ -103,7 +103,7 @@ def test_what_is_said_is_chinese_as_a_whole(node, modules):
     others = [f"a.safetensors is {what}." for _, what in OTHERS if ": " in what]
     texts = [str(refused.value), *(f"running on cpu, cpu: Ulysses 2. {plan}" for plan in plans), *others,
              "step 3 of 12, 0.50 s a step, 5 s left, CFG 2", "12 steps in 1.0 s, 0.09 s a step, one device",
-             "12 steps in 9.0 s, 0.75 s a step, CFG 2 (1.8x as fast as one device) (estimate: 8.1 s)",
+             "12 steps in 9.0 s, 0.75 s a step, CFG 2 (1.8x as fast as one device) (estimate: 0.68 s a step)",
              "running on cpu, cpu: PipeFusion 2, 4 patches", "decoded in 0.2 s on 2 devices",
              "loading weights 1.2 of 3.4 GB, 0.5 GB/s", "cancelled after 3 of 12 steps"]
 

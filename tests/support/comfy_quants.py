@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.comfyui_server import comfyui_folder
 from tests.support.tiny_checkpoints import import_comfyui, matrices, metadata_of, save, save_gguf, save_scaled
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
-from xdit_backend.checkpoints.quantisation.layer_formats import FORMATS
+from xdit_backend.checkpoints.quantisation.layer_formats import FORMATS, ROTATING  # noqa: F401
 
 # format of a test -> (ComfyUI's, options of its quantiser, of how many columns the matrices must have a multiple)
 WRITTEN = {"float8_e4m3fn": ("float8_e4m3fn", {"scale": "recalculate"}, 1),
@@ -23,6 +23,10 @@ WRITTEN = {"float8_e4m3fn": ("float8_e4m3fn", {"scale": "recalculate"}, 1),
            "int8_tensorwise": ("int8_tensorwise", {}, 1), "int8_per_row": ("int8_tensorwise", {"per_channel": True}, 1),
            "int8_convrot": ("int8_tensorwise", {"per_channel": True, "convrot": True, "convrot_groupsize": 64}, 64),
            "convrot_w4a4": ("convrot_w4a4", {"convrot_groupsize": 64}, 64)}
+# the same, of formats that newer versions of ComfyUI have
+NEWER = {"asym_w4a8_int8": ("asym_w4a8_int8", {"convrot_groupsize": 64, "group_size": 16}, 64)}
+SOURCE = comfyui_folder() and Path(comfyui_folder(), "comfy", "quant_ops.py")
+WRITTEN |= {how: written for how, written in NEWER.items() if SOURCE and f'"{how}"' in SOURCE.read_text("utf-8")}
 HAS_MXFP8 = hasattr(torch, "float8_e8m0fnu")                   # PyTorch 2.7
 MIXED = ("nvfp4", "int8_convrot", "float8_e4m3fn", *["mxfp8"] * HAS_MXFP8, "convrot_w4a4")
 # ends of the weights by whose columns ComfyUI tells how wide CogVideoX's times and LTX-Video's texts are: with two
@@ -42,8 +46,8 @@ def save_comfy_quant(path, source, format_, options={}, more=None):
     if format_ == "mxfp8" and not HAS_MXFP8:
         pytest.skip("this PyTorch has no type for the scales of mxfp8")
     family, tensors, plain, quantised = open_checkpoint(source).family, {}, {}, []
-    blocks = [list_.file_prefix for list_ in family.blocks] or (["down_blocks.", "up_blocks."] if family.is_replicated
-                                                                else [".transformer_blocks."])
+    blocks = ([list_.file_prefix for list_ in family.blocks] or [f"{name}." for name in family.plan.nested_lists]
+              or [".transformer_blocks."])
     names = {name for name in matrices(source) if any(block in name for block in blocks)}
     for name, tensor in load_file(source).items():
         written = MIXED[len(quantised) % len(MIXED)] if format_ == "mixed" else format_
@@ -56,7 +60,7 @@ def save_comfy_quant(path, source, format_, options={}, more=None):
         weight = QuantizedTensor.from_float(tensor, QUANT_ALGOS[known]["comfy_tensor_layout"], **how)
         tensors |= weight.state_dict(name)
         plain[name] = weight.dequantize()
-        rotated = {"convrot_groupsize": 64} if "convrot" in written else {}
+        rotated = {"convrot_groupsize": 64} if "convrot" in written or written in NEWER else {}
         said = {"format": known} | rotated | ({"convrot": True} if "convrot" in how else {}) | options
         tensors[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
         tensors |= {f"{layer}.{what}": make(tensor) for what, make in (more or {}).items()}

@@ -5,6 +5,7 @@ import functools
 import importlib
 import itertools
 import json
+import math
 import random
 import tempfile
 from contextlib import contextmanager
@@ -45,34 +46,46 @@ SAID = {"LTX-2": {"rope_type": "split", "rope_double_precision": True, "cross_at
 
 def layouts_of(name, num_methods):
     """The layouts of so many methods, each of degree 2, that a family can run, as the nodes refuse the others."""
-    family, found = FAMILIES[name], []
+    layouts = (Layout(**dict.fromkeys(degrees, 2)) for degrees in itertools.combinations(DEGREES, num_methods))
+    return [layout for layout in layouts if can_run(name, layout)]
+
+
+def layouts_on(name, num_devices):
+    """The layouts of any methods and degrees on this number of devices that a family can run."""
+    divisors = [degree for degree in range(1, num_devices + 1) if num_devices % degree == 0]
+    layouts = (Layout(**dict(zip(DEGREES, degrees))) for degrees in itertools.product(divisors, repeat=len(DEGREES))
+               if math.prod(degrees) == num_devices)
+    return [layout for layout in layouts if can_run(name, layout)]
+
+
+def can_run(name, layout):
+    """Whether the nodes let a family run under a layout."""
+    family, degrees = FAMILIES[name], vars(layout)
     config = family.test_config.config | PUBLISHED.get(name, {})
-    for degrees in itertools.combinations(DEGREES, num_methods):
-        layout, settings = (kind(**dict.fromkeys(degrees, 2))
-                            for kind in (Layout, functools.partial(ParallelConfig, mode="manual")))
-        try:
-            validate(settings, 2 ** num_methods)
-            refuse_methods(layout, family.refused, family.name)
-            validate_layout(layout, family.num_heads(config), family.name, family.num_key_heads(config))
-            if layout.pipefusion_degree > 1:
-                validate_stages(settings, family.num_blocks(config), family.name)
-        except ConfigError:
-            continue
-        found.append(layout)
-    return found
+    settings = ParallelConfig(mode="manual", **degrees)
+    try:
+        validate(settings, math.prod(degrees.values()))
+        refuse_methods(layout, family.refused, family.name)
+        validate_layout(layout, family.num_heads(config), family.name, family.num_key_heads(config))
+        if layout.pipefusion_degree > 1:
+            validate_stages(settings, family.num_blocks(config), family.name)
+    except ConfigError:
+        return False
+    return True
 
 
 def words(layout):
-    """"cfg x tensor", of degrees of 2."""
-    return " x ".join(degree.removesuffix("_degree") for degree in DEGREES if getattr(layout, degree) > 1)
+    """"cfg x tensor", of degrees of 2; "data x tensor4"."""
+    degrees = {name.removesuffix("_degree"): getattr(layout, name) for name in DEGREES}
+    return " x ".join(f"{axis}{degree if degree > 2 else ''}" for axis, degree in degrees.items() if degree > 1)
 
 
 def save(one, folder):
     """As published folders are, or files of ComfyUI's own modules. The path to open."""
     if one.family.is_comfyuis:
         return save_transformer(one.model, folder)
-    own = folder / ("unet" if one.family.is_unet else "transformer")
-    for part in one.family.extra_parts:
+    own = folder / ("unet" if one.family.plan.is_unet else "transformer")
+    for part in one.family.folder.extra_parts:
         if hasattr(one.model, part):
             getattr(one.model, part).save_pretrained(folder / part)
             delattr(one.model, part)
@@ -85,8 +98,8 @@ def save(one, folder):
 
 def examples(name, num_text_tokens, more):
     """One for each number of tokens of its text. more: of the config."""
-    sizes = SIZES | ({"rows": 16, "columns": 18 if FAMILIES[name].is_replicated else 12} if FAMILIES[name].is_unet
-                     else {})
+    plan = FAMILIES[name].plan
+    sizes = SIZES | ({"rows": 16, "columns": 18 if plan.hooks == "replicated" else 12} if plan.is_unet else {})
     return [example(name, num_text_tokens=count, seed=seed, more=more, thin=False, **sizes)
             for seed, count in enumerate(num_text_tokens)]
 
@@ -107,7 +120,7 @@ class Saved:
     def spec(self, layout=None, weights_memory=0):
         stages = None
         if layout and layout.pipefusion_degree > 1:
-            stages = Stages(2, layout.ulysses_degree * layout.ring_degree * layout.tensor_degree)
+            stages = Stages(layout.pipefusion_degree, layout.ulysses_degree * layout.ring_degree * layout.tensor_degree)
         # a U-Net so small is of no published family
         checkpoint = replace(open_checkpoint(self._path), recognised=self.family)
         return checkpoint.spec("float64", "float64", stages, layout.tensor_degree if layout else 1,
@@ -145,13 +158,18 @@ class Run:
             made = [store.create(tuple(part.shape), torch.float64)[0] for part in wanted]
             self._compared += zip(made, wanted, strict=True)
             return specs.Branch(store.share(one.latent), store.share(one.timestep), names[number], made[0],
-                                parts=dict(zip(family.components, made[1:], strict=True)))
-        predict = functools.partial(messages.Predict, compile_backend=compile_backend)
+                                parts=dict(zip(family.components.names, made[1:], strict=True)))
+        predict = functools.partial(messages.Predict, options=specs.ForwardOptions(compile_backend=compile_backend))
         first = random.Random(f"{seed} {saved.name} {layout}").randrange(2)
         self.commands += [predict(next(requests), spec.name, self.layout, [branch(0), branch(other)],
                                   keep=(first + other) % 2 == 0)
                           for other in range(1, len(names))]
         self.commands.append(messages.DropConditioning(next(requests), names))
+
+    @property
+    def made(self):
+        """Predictions, as segments hold them."""
+        return [map_segment(made) for made, _ in self._compared]
 
     @property
     def error(self):
@@ -165,7 +183,8 @@ def execute(rank, world_size, runs):
     engine = Engine(rank, torch.device("cpu"), lambda *phase: None)
     for layout, commands in runs:
         # no mode reaches into a graph
-        is_compiled = any(getattr(command, "compile_backend", "") for command in commands)
+        is_compiled = any(command.options.compile_backend for command in commands
+                          if isinstance(command, messages.Predict))
         if is_compiled:
             # which torch.compile then knows by its name
             importlib.import_module("tests.support.reusing_backend")

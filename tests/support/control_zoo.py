@@ -109,8 +109,8 @@ def residuals(family, config, seed=3, strength=0.3):
                 name, _, number = place.partition(".")
                 added = torch.randn(1, *shape, generator=generator) * scale.view(-1, *[1] * len(shape))
                 lists[name].append(None if number == "2" else lists[name][0] if number == "3"
-                                   and family.is_unet is False else added)
-            if family.is_unet:                                 # which takes them from the end
+                                   and family.plan.is_unet is False else added)
+            if family.plan.is_unet:                                 # which takes them from the end
                 lists["input"].reverse()
             previous = self.previous_controlnet
             return self.control_merge(lists, previous

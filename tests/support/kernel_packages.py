@@ -70,13 +70,25 @@ def memory_efficient_attention_forward_requires_grad(query, key, value, attn_bia
     out, lse = attend(query, key, value, scale, attn_bias)
     return out, torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32))
 """
+COMFY_KITCHEN = COMMON + """
+def int8_attention(q, k, v, *, scale=None, attn_mask=None):
+    # (B, N, T, H)
+    assert q.dtype in (*DTYPES, torch.float32) and q.shape[3] <= 256
+    calls.append({"scale": scale, "attn_mask": attn_mask})
+    return attend(*(each.transpose(1, 2) for each in (q, k, v)), scale, attn_mask)[0].transpose(1, 2)
+"""
+# of a name of its own: other code has imported the real package
+DOUBLE = "comfy_kitchen_double"
 PACKAGES = {"flash_attn/__init__.py": FLASH, "flash_attn_interface.py": FLASH3, "sageattention/__init__.py": SAGE2,
-            "xformers/__init__.py": "", "xformers/ops.py": XFORMERS}
+            "xformers/__init__.py": "", "xformers/ops.py": XFORMERS, f"{DOUBLE}.py": COMFY_KITCHEN}
 HOPPER = 9, 0
 # what a worker does when it starts: its device counts as such a card
-ON_HOPPER = """
+ON_HOPPER = f"""
+import dataclasses
 from xdit_backend.attention import backends as kernels
 kernels.capability_of = lambda device: (9, 0)
+double = dataclasses.replace(kernels.BACKENDS["comfy_kitchen_int8"], module="{DOUBLE}")
+kernels.BACKENDS["comfy_kitchen_int8"] = double
 """
 
 
@@ -102,5 +114,8 @@ def use(folder, exact=True):
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     backends.capability_of = lambda device: HOPPER
-    for name, kernel in backends.BACKENDS.items() if exact else ():
+    double = dataclasses.replace(backends.BACKENDS["comfy_kitchen_int8"], module=DOUBLE)
+    backends.BACKENDS["comfy_kitchen_int8"] = double
+    packages = {name: kernel for name, kernel in backends.BACKENDS.items() if kernel.module}
+    for name, kernel in packages.items() if exact else ():
         backends.BACKENDS[name] = dataclasses.replace(kernel, dtypes=(*kernel.dtypes, torch.float64))

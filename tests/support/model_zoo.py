@@ -13,6 +13,7 @@ from xdit_backend.checkpoints.loader import Transformer
 from xdit_backend.checkpoints.tensor_sharding import narrow, tensor_splits
 from xdit_backend.hooks.function_overrides import in_file, torch_with
 from xdit_backend.models import FAMILIES
+from xdit_backend.models.common.example_inputs import conditioning_of, latent_size
 from xdit_backend.models.common.split_linear import SplitLinear
 from xdit_backend.worker.models import Loaded
 
@@ -52,7 +53,7 @@ class Example:
 
 # All, but for those that need a newer diffusers than is installed.
 CONFIGS = {name: family.test_config.config for name, family in FAMILIES.items()
-           if not family.is_unet and not any(refusal.__name__ == "older_diffusers" and refusal({})
+           if not family.plan.is_unet and not any(refusal.__name__ == "older_diffusers" and refusal({})
                                              for refusal in family.refusals)}
 
 
@@ -79,14 +80,12 @@ BARE = [name for name, config in CONFIGS.items() if name in FOLDERS and not FAMI
 ALIKE = ("PixArt-Alpha", "HunyuanImage", "HunyuanImage refiner", "HunyuanImage distilled",
          "HunyuanVideo 1.5 distilled", "AnyFlow", "CogVideoX-I2V", "Z-Image-Omni", "AuraFlow", "Cosmos-Predict1",
          "Cosmos-Predict2", "Anima", "CogVideoX 1.5", "Mochi", "HunyuanDiT", "LTX-2")
-UNETS = {name: family.test_config.config for name, family in FAMILIES.items() if family.takes_unet_patches}
-WHOLE = [name for name, family in FAMILIES.items() if family.is_replicated]          # U-shaped too, but of ComfyUI's
+UNETS = {name: family.test_config.config for name, family in FAMILIES.items() if family.plan.takes_unet_patches}
+WHOLE = [name for name, family in FAMILIES.items() if family.plan.hooks == "replicated"]  # U-shaped too, but ComfyUI's
 # what references are called, of families that have some
 WITH_REFERENCES = {name: word for name in CONFIGS for word in ("ref_latents", "context_latents")
                    if word in FAMILIES[name].conditioning}
 EVEN_REFERENCES = ("Z-Image-Omni",)        # whose class in ComfyUI takes references of even sides alone
-VISION_TOKENS = 5
-TIME_ID = 151673                           # of HiDream-O1's tokens, what stands for the time
 IN_FLOAT32 = ("comfy.ldm.audio.dit",)
 # families of which parts of a latent may be at times of their own -> how many parts a latent has; of HunyuanVideo, a
 # given frame
@@ -136,12 +135,8 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
         if dtype == torch.float64:
             _widen(model)
     generator = torch.Generator().manual_seed(seed)
-    rows, columns = rows * unit(family), columns * unit(family)
     # they have no positions for latents of less than 66 rows and columns
-    columns += 60 if name.startswith("PixArt") else 0
-    shape = {1: (rows * columns + 1,), 2: (rows, columns), 3: (frames or family.test_config.frames, rows, columns)}[
-        len(family.latent.patch)]
-    shape = shape if family.test_config.rows is None else (family.test_config.rows, rows * columns + 1)
+    shape = latent_size(family, rows, columns + 60 * name.startswith("PixArt"), frames)
     latent = torch.randn(batch, family.taken_channels(config), *shape, generator=generator).to(dtype)
     conditioning = conditioning_of(family, config, generator, {"context": num_text_tokens}, batch, shape)
     if not thin:
@@ -160,23 +155,18 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
         conditioning["guiding_frame_index"] = torch.zeros(batch)
     elif apart:
         times = torch.rand(batch, APART[name](family, latent.shape), generator=generator).to(dtype)
-    if family.components:
+    if family.components.names:
         conditioning |= beside(family, config, generator, (latent.shape, audio), apart)
     return Example(model, family, config, latent, times, times * 0.7 * family.time_scale, {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in conditioning.items()})
-
-
-def unit(family):
-    """Pixels of a latent where others have one: of models of pixels, whose tokens are larger."""
-    return max(1, family.latent.patch[-1] // 2)
 
 
 def beside(family, config, generator, sizes, apart=False):
     """What a call of a model of video and audio has beside the video, as it reaches the workers. sizes: shape of the
     video, length of the audio."""
     found = {}
-    for name, shape in family.call_shapes(config, *sizes).items():
-        if name in family.components:
+    for name, shape in family.components.shapes(config, *sizes).items():
+        if name in family.components.names:
             found[name] = torch.randn(shape, generator=generator)
         elif name == "audio_times" and apart:
             found[name] = torch.rand(shape[0], sizes[1], 1, generator=generator)
@@ -245,70 +235,3 @@ def hold_share(model, plan, degree, rank):
         parameter.data = parameter.data if own is None else own
     narrow(model, splits, degree, rank)
     return splits
-
-
-def conditioning_of(family, config, generator, lengths, batch=1, size=()):
-    """Random conditioning for a model of this config. lengths: of what is text, in tokens. size: of the latent.
-    No masks."""
-    made = {}
-    for name, width in family.conditioning.items():
-        if name == "lyric_token_idx":
-            made[name] = torch.randint(0, config["lyric_encoder_vocab_size"], (batch, lengths["context"] + 2),
-                                       generator=generator)
-        elif name in ("input_ids", "position_ids"):            # of the first the last one means the time
-            own = 1 if name == "position_ids" else batch       # ComfyUI makes one of these for all images
-            shape = family.test_config.input_shapes[name](config, (own, 0, *size), lengths["context"])
-            made[name] = torch.randint(0, 50, shape, generator=generator)
-            if name == "input_ids":
-                made[name][:, -1] = TIME_ID
-            made[name] = made[name].expand(batch, *shape[1:])
-        elif name in family.test_config.input_shapes:
-            made[name] = torch.randn(family.test_config.input_shapes[name](config, (batch, 0, *size),
-                                                                           lengths["context"]),
-                                     generator=generator)
-        elif name == "y" and config.get("num_class_embeds"):   # one of them
-            made[name] = torch.randint(0, config["num_class_embeds"], (batch,), generator=generator)
-        elif name == "vace_context":
-            made[name] = torch.randn(batch, 1, config["vace_in_channels"], *size, generator=generator)
-        elif name == "vace_strength":
-            made[f"{name}.0"] = torch.tensor([0.7])
-        elif name == "encoder_hidden_states_llama3":           # of each of its layers
-            layers = max(config["llama_layers"]) + 1
-            made[name] = torch.randn(batch, layers, VISION_TOKENS, config[width], generator=generator)
-        elif name == "encoder_hidden_states_t5":
-            # more than its model asks for, of which some are not real
-            made[name] = torch.randn(batch, config["text_len_t5"] + 2, config[width], generator=generator)
-        elif name.startswith("text_embedding_mask"):
-            length = config["text_len_t5"] + 2 if name.endswith("t5") else lengths["context"]
-            made[name] = torch.randint(0, 2, (batch, length), generator=generator)
-        elif name == "t5xxl_ids":                              # fewer than its model pads the text to
-            made[name] = torch.randint(0, config["_conditioner"]["target_vocab_size"], (batch, 9), generator=generator)
-        elif name == "t5xxl_weights":
-            made[name] = 1 + 0.2 * torch.randn(batch, 9, 1, generator=generator)
-        elif name == "ofs" and config.get("ofs_embed_dim"):
-            made[name] = torch.tensor([2.0])
-        elif width == "num_embeds_ada_norm":                   # a class, or none
-            marks = torch.eye(config[width] + 1, config[width])
-            made[name] = marks[(torch.randint(0, len(marks), (batch, 1), generator=generator)
-                                + lengths["context"]) % len(marks)]
-        elif name == "guidance":
-            made[name] = torch.full((batch,), 3.5)
-        elif width is not None and config.get(width) is not None:
-            length = ((lengths[name],) if name in lengths else (VISION_TOKENS,) if name in ("clip_fea", "txt_byt5")
-                      else ())
-            made[name] = torch.randn(batch, *length, config[width], generator=generator)
-    return made
-
-
-def as_comfyui(conditioning, family):
-    """Conditioning as ComfyUI hands it to its models: of a list's tensors, the list of their numbers."""
-    lists = {"disable_time_r": "sigma_after" not in conditioning} if "disable_time_r" in family.ignored else {}
-    if "reference_image" in conditioning:                              # of a list ComfyUI's model takes the first
-        lists["ref_latents"] = [conditioning["reference_image"]]
-        conditioning = {name: tensor for name, tensor in conditioning.items() if name != "reference_image"}
-    for name, tensor in conditioning.items():
-        base, dot, _ = name.partition(".")
-        lists.setdefault(base, [] if dot else tensor.sum().item() if base == "lyrics_strength" else tensor)
-        if dot:
-            lists[base].append(tensor.item())
-    return lists

@@ -28,7 +28,7 @@ def cells():
     """(kind of file, how its weights are written, method) for the formats, methods and families of
     docs/reference/models.md."""
     return [(kind, how, words(layout)) for kind, family in families().items() if kind not in VARIANTS
-            for how in HOWS if not (family.takes_unet_patches and format_of(how).numbers > 1)
+            for how in HOWS if not (family.plan.takes_unet_patches and format_of(how).numbers > 1)
             for layout in layouts_of(family.name, 1)]
 
 

@@ -206,7 +206,7 @@ def detect_thin():
     for kind, family in families().items():
         detected = getattr(comfy.supported_models, DETECTED.get(kind, family.test_config.detected) or "", None)
         arguments = family.test_config.arguments | VARIANTS.get(kind, (kind, {}))[1]
-        if family.is_unet and not family.is_replicated:             # a class of its own for what is compared
+        if family.plan.hooks == "unet":                            # a class of its own for what is compared
             thin = {key: arguments[key] for key in detected.unet_config if key in arguments}
             place = 0 if kind in DETECTED else len(models)     # what says more comes first, as in ComfyUI's own list
             models.insert(place, type(f"Thin{detected.__name__}", (detected,),
@@ -370,8 +370,7 @@ def state_dict(kind, size="test", encoder=False, positions=None):
         hidden = tensors["x_embedder.proj.weight"].shape[0]
         tensors["pos_embed"] = 0.1 * torch.randn(1, positions ** 2, hidden,
                                                  generator=torch.Generator().manual_seed(SEED))
-    if kind in ("pixeldit", "pid"):
-        tensors = _as_published(tensors, "core." if kind == "pixeldit" else "")
+    tensors = families()[kind].test_config.in_file(tensors) if kind in families() else tensors
     # files say .scale where ComfyUI's module says .weight
     if kind.startswith(("flux", "chroma")):
         tensors = {name.replace("_norm.weight", "_norm.scale") if "norm." in name else name: tensor
@@ -388,19 +387,6 @@ def seconds_of(kind):
             continue
         shape = {"weights": (128,), "weight": (768, 256 if is_made else 257)}.get(leaf, (768,))
         found[name] = torch.randn(shape, generator=generator) * (0.06 if leaf == "weight" else 1)
-    return found
-
-
-def _as_published(tensors, prefix):
-    """Of PixelDiT's kin, whose files have what modulates pixels in one: six kinds in turn, for each pixel."""
-    found, width = {}, tensors["pixel_embedder.proj.weight"].shape[0]
-    for name, tensor in tensors.items():
-        if ".adaLN_modulation_mlp." in name:
-            continue
-        if ".adaLN_modulation_msa." in name:
-            halves = [each.unflatten(0, (-1, 3, width)) for each in (tensor, tensors[name.replace("_msa.", "_mlp.")])]
-            name, tensor = name.replace("_msa.", ".0."), torch.cat(halves, 1).flatten(0, 2)
-        found[prefix + name] = tensor
     return found
 
 

@@ -10,7 +10,13 @@ import pytest
 from tests.conftest import ROOT
 from xdit_backend.config import ParallelConfig, fitting, validate, validate_layout, validate_stages
 from xdit_backend.protocol import devices as devices_module
-from xdit_backend.protocol.devices import check_counts, devices_per_machine, num_cores, resolve_devices
+from xdit_backend.protocol.devices import (
+    check_counts,
+    devices_per_machine,
+    missing_devices,
+    num_cores,
+    resolve_devices,
+)
 from xdit_backend.protocol.errors import ConfigError
 from xdit_backend.protocol.specs import Layout, chosen_for
 
@@ -93,12 +99,13 @@ def test_what_is_exact_goes_where_nothing_else_is_allowed(config):
 
 
 @pytest.mark.parametrize("devices, num_cuda, expected", [
-    ("auto", 0, ("cpu",)), ("auto", 2, ("cuda:0", "cuda:1")), ("AUTO", 1, ("cuda:0",)), ("cuda", 1, ("cuda:0",)),
+    ("auto", 0, ("cpu", "cpu")), ("auto", 2, ("cuda:0", "cuda:1")), ("AUTO", 1, ("cuda:0",)), ("cuda", 1, ("cuda:0",)),
     ("other-pc/cuda:1, cuda, third/cuda, other-pc/cuda:0", 1,
      ("cuda:0", "other-pc/cuda:1", "other-pc/cuda:0", "third/cuda:0")),
     ("cuda:1, cuda:0", 2, ("cuda:1", "cuda:0")), ("cuda:0,cuda:0", 1, ("cuda:0", "cuda:0")),
     ("cpu,cpu", 2, ("cpu", "cpu"))])
-def test_devices_resolve(devices, num_cuda, expected):
+def test_devices_resolve(devices, num_cuda, expected, monkeypatch):
+    monkeypatch.setattr(devices_module, "num_cores", lambda: 8)
     assert resolve_devices(devices, num_cuda) == expected
 
 
@@ -157,10 +164,27 @@ def test_auto_takes_those_of_another_machines_devices_that_are_there(devices, nu
     assert resolve_devices(devices, num_cuda, "auto") == expected
 
 
-def test_auto_is_one_worker_on_one_core(monkeypatch):
-    monkeypatch.setattr(devices_module, "num_cores", lambda: 1)
+@pytest.mark.parametrize("mode", ["manual", "auto"])
+@pytest.mark.parametrize("num_cores, num_cuda", [(1, 0), (8, 0), (8, 3)])
+def test_auto_selects_the_same_devices_in_both_modes(num_cores, num_cuda, mode, monkeypatch):
+    monkeypatch.setattr(devices_module, "num_cores", lambda: num_cores)
 
-    assert resolve_devices("auto", 0, "auto") == ("cpu",)
+    expected = tuple(f"cuda:{index}" for index in range(num_cuda)) or ("cpu",) * min(2, num_cores)
+    assert resolve_devices("auto", num_cuda, mode) == expected
+
+
+@pytest.mark.parametrize("devices, num_cuda, missing", [
+    ("auto", 0, []), ("cuda:0,cuda:1", 0, ["cuda:0", "cuda:1"]), ("CUDA, cuda:1", 1, ["cuda:1"]),
+    ("cuda:0,cuda:1", 2, []), ("cpu,cpu", 0, []), ("cuda:0,other-pc/cuda:3", 1, []), ("cuda", 0, ["cuda:0"])])
+def test_devices_that_this_machine_lacks_are_named(devices, num_cuda, missing):
+    assert missing_devices(devices, num_cuda) == missing
+
+
+@pytest.mark.parametrize("count, words", [(1, "and there is 1 device."), (3, "and there are 3 devices.")])
+def test_a_message_counts_devices_in_the_right_number(count, words):
+    with pytest.raises(ConfigError) as rejected:
+        validate(manual(cfg=2, ulysses=2), count)
+    assert str(rejected.value).endswith(words)
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 6])

@@ -1,14 +1,16 @@
-"""Attention backends of a rank: torch SDPA, and the packages FlashAttention, SageAttention and xFormers.
+"""Attention backends of a rank: the packages FlashAttention, SageAttention, xFormers and comfy-kitchen, and torch's
+operators.
 
 # B batch, N heads, T tokens, H head size
 """
 
+import bisect
 import functools
 import importlib
 import importlib.util
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,8 +18,11 @@ import torch.nn.functional as F
 
 from ..protocol.errors import UnsupportedError
 from ..protocol.specs import SDPA
-from .log_sum_exp import HALF, aligned, attention_with_lse
 from .masks import as_bias
+
+aten = torch.ops.aten
+HALF = (torch.float16, torch.bfloat16)
+MAX_HEAD_SIZE = 2 ** 16                    # of operators without a limit
 
 # raised by the packages for tensors that they do not support
 REFUSALS = (AssertionError, NotImplementedError, TypeError, ValueError)
@@ -25,23 +30,47 @@ REFUSALS = (AssertionError, NotImplementedError, TypeError, ValueError)
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """A package's attention function and its constraints.
+    """A package's attention function, or one of torch's attention operators, and its constraints.
 
     call(module, q, k, v, bias, scale, with_lse), with q, k, v of shape (B, T, N, H) and bias (B, N, T, T) or None,
-    returns (out, lse): (B, T, N, H), and (B, N, T) or None.
+    returns (out, lse): (B, T, N, H), and (B, N, T) or None. Further elements of lse's last dim are dropped.
     """
 
     title: str
-    module: str                            # to import
+    module: str                            # to import; "": an operator of torch's
     package: str                           # to install
     call: Callable
-    capability: tuple[int, int] = (8, 0)   # lowest CUDA compute capability
-    only_major: int = 0                    # the one supported major capability; 0: all
-    dtypes: tuple = HALF
-    head_sizes: tuple[int, ...] = tuple(range(8, 257, 8))      # other head sizes are padded to the next one
+    # lowest CUDA compute capability; None: it runs on CPUs only
+    capability: tuple[int, int] | None = (8, 0)
+    majors: tuple[int, ...] = ()           # the supported major capabilities; (): all
+    dtypes: tuple = HALF                   # (): all
+    head_sizes: Sequence[int] = range(8, 257, 8)           # other head sizes are padded to the next one
     takes_groups: bool = True              # supports grouped-query attention
     takes_masks: bool = False
     gives_lse: Callable = lambda module: True              # whether the installed version returns log-sum-exp
+    lse_since: str = ""                    # first version that does, where an older one runs; "": none
+    function: str = ""                     # attribute of the module that older versions lack
+    since: str = ""                        # first version that has it
+    quantises: bool = False                # rounds queries and keys to 8 bits
+    min_keys: int = 1
+    computes_in: torch.dtype | None = None                 # dtype that the tensors are cast to; None: their own
+
+    def runs_on(self, capability):
+        """Whether it runs on a device of this CUDA compute capability; None: a CPU."""
+        if self.capability is None or capability is None:
+            return self.capability is None and capability is None
+        return capability >= self.capability and (not self.majors or capability[0] in self.majors)
+
+    def padded(self, head_size):
+        """The head size to which this one is zero-padded; None: it is not supported."""
+        index = bisect.bisect_left(self.head_sizes, head_size)
+        return self.head_sizes[index] if index < len(self.head_sizes) else None
+
+    def supports(self, dtype, head_size, num_keys, capability, masked):
+        """Whether it computes attention of such tensors. masked: with a mask of the keys."""
+        return (self.runs_on(capability) and (not self.dtypes or dtype in self.dtypes)
+                and self.padded(head_size) is not None and num_keys >= self.min_keys
+                and (self.takes_masks or not masked))
 
 
 @dataclass
@@ -56,7 +85,11 @@ class BackendUse:
     def exact(self):
         """This choice for a call with low_precision_attention=False: PyTorch SDPA instead of SageAttention, as in
         ComfyUI."""
-        return BackendUse(counts=self.counts) if self.name == "sage" else self
+        return self.unquantised() if self.name == "sage" else self
+
+    def unquantised(self):
+        """This choice for queries and keys of unequal magnitude: PyTorch SDPA instead of a backend that rounds them."""
+        return BackendUse(counts=self.counts) if self.name in BACKENDS and BACKENDS[self.name].quantises else self
 
 
 @functools.lru_cache
@@ -86,21 +119,78 @@ def _xformers(module, q_BTNH, k_BTNH, v_BTNH, bias, scale, with_lse):
     return module.memory_efficient_attention(q_BTNH, k_BTNH, v_BTNH, attn_bias=bias, scale=scale), None
 
 
-# the names are choices of the setting as well: protocol.specs.ATTENTIONS and BackendChoice
+def _comfy_kitchen(module, q_BTNH, k_BTNH, v_BTNH, bias, scale, with_lse):
+    """comfy-kitchen (github.com/Comfy-Org/comfy-kitchen). It computes float32 in bfloat16, as in ComfyUI."""
+    out_BNTH = module.int8_attention(*(each.transpose(1, 2) for each in (q_BTNH, k_BTNH, v_BTNH)), scale=scale,
+                                     attn_mask=bias)
+    return out_BNTH.transpose(1, 2), None
+
+
+def _operator(function):
+    """The `call` of one of torch's operators. function: (q, k, v, bias, scale), with (B, N, T, H) -> (out, lse)."""
+    def call(module, q_BTNH, k_BTNH, v_BTNH, bias, scale, with_lse):
+        out, lse = function(*(each.transpose(1, 2) for each in (q_BTNH, k_BTNH, v_BTNH)), bias, scale)
+        return out.transpose(1, 2), lse.flatten(2)             # cuDNN's has a last dim of 1
+    return call
+
+
+@_operator
+def _torch_cpu(q_BNTH, k_BNTH, v_BNTH, bias, scale):
+    return aten._scaled_dot_product_flash_attention_for_cpu(q_BNTH, k_BNTH, v_BNTH, attn_mask=bias, scale=scale)
+
+
+@_operator
+def _torch_cudnn(q_BNTH, k_BNTH, v_BNTH, bias, scale):
+    return aten._scaled_dot_product_cudnn_attention(q_BNTH, k_BNTH, v_BNTH, bias, True, scale=scale)[:2]
+
+
+@_operator
+def _torch_flash(q_BNTH, k_BNTH, v_BNTH, bias, scale):
+    return aten._scaled_dot_product_flash_attention(q_BNTH, k_BNTH, v_BNTH, scale=scale)[:2]
+
+
+@_operator
+def _torch_efficient(q_BNTH, k_BNTH, v_BNTH, bias, scale):
+    """Pads lse to a multiple of 32."""
+    return aten._scaled_dot_product_efficient_attention(q_BNTH, k_BNTH, v_BNTH, bias, True, scale=scale)[:2]
+
+
+EFFICIENT = functools.partial(AttentionBackend, "torch SDPA (memory-efficient)", "", "", _torch_efficient,
+                              takes_groups=False, takes_masks=True)
+
+# Packages, whose names are choices of the setting as well: protocol.specs.ATTENTIONS and BackendChoice. Then torch's
+# operators that return a log-sum-exp, fastest first, with the limits of torch 2.11; all need rows of a multiple of 16
+# bytes. torch SDPA prefers cuDNN on Hopper and data-centre Blackwell.
 BACKENDS = {
     "flash": AttentionBackend("FlashAttention 2", "flash_attn", "flash-attn", _flash),
     "flash3": AttentionBackend("FlashAttention 3", "flash_attn_interface", "flash-attn-3", _flash, (9, 0),
-                               only_major=9),
+                               majors=(9,)),
     "sage": AttentionBackend("SageAttention", "sageattention", "sageattention", _sage, head_sizes=(64, 128),
-                            gives_lse=lambda module: _takes(module.sageattn, "return_lse")),
+                             gives_lse=lambda module: _takes(module.sageattn, "return_lse"), lse_since="2",
+                             quantises=True),
     "xformers": AttentionBackend("xFormers", "xformers.ops", "xformers", _xformers, (6, 0),
-                                dtypes=(*HALF, torch.float32), takes_groups=False, takes_masks=True),
+                                 dtypes=(*HALF, torch.float32), takes_groups=False, takes_masks=True),
+    "comfy_kitchen_int8": AttentionBackend("comfy-kitchen's int8 attention", "comfy_kitchen", "comfy-kitchen",
+                                           _comfy_kitchen, (7, 5), dtypes=(*HALF, torch.float32),
+                                           head_sizes=(64, 128, 256), takes_masks=True,
+                                           gives_lse=lambda module: False, function="int8_attention", since="0.2.31",
+                                           quantises=True),
+    "torch_cpu": AttentionBackend("torch SDPA (CPU)", "", "", _torch_cpu, None, dtypes=(),
+                                  head_sizes=range(1, MAX_HEAD_SIZE), takes_groups=False, takes_masks=True),
+    "torch_cudnn": AttentionBackend("torch SDPA (cuDNN)", "", "", _torch_cudnn, majors=(9, 10),
+                                    head_sizes=range(8, 129, 8), takes_groups=False, min_keys=2),
+    "torch_flash": AttentionBackend("torch SDPA (flash)", "", "", _torch_flash, takes_groups=False),
+    "torch_efficient": EFFICIENT(head_sizes=range(8, MAX_HEAD_SIZE, 8)),
+    "torch_efficient_fp16": EFFICIENT((0, 0), dtypes=(torch.float16,), head_sizes=range(8, MAX_HEAD_SIZE, 8)),
+    "torch_efficient_fp32": EFFICIENT((0, 0), dtypes=(torch.float32, torch.bfloat16),
+                                       head_sizes=range(4, MAX_HEAD_SIZE, 4), computes_in=torch.float32),
 }
 
 
 def unusable(device):
     """{backend: why it cannot run on this device, or ""}. Imports no package."""
-    return {name: _why_absent(backend) or _why_not_on(backend, device) for name, backend in BACKENDS.items()}
+    return {name: _why_absent(backend) or _why_not_on(backend, device)
+            for name, backend in BACKENDS.items() if backend.module}
 
 
 def attend(q_BNTH, k_BNTH, v_BNTH, use, mask=None, is_causal=False, scale=None):
@@ -112,7 +202,7 @@ def attend(q_BNTH, k_BNTH, v_BNTH, use, mask=None, is_causal=False, scale=None):
     if q_BNTH.dim() != 4:                                      # no dim of heads
         return F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, mask, 0.0, is_causal, scale=scale)
     if _fits(q_BNTH, k_BNTH, v_BNTH, use, mask, is_causal, False):
-        return _run(q_BNTH, k_BNTH, v_BNTH, use, mask, scale, False)[0]
+        return _run_package(q_BNTH, k_BNTH, v_BNTH, use, mask, scale, False)[0]
     return F.scaled_dot_product_attention(q_BNTH, *repeat_heads(q_BNTH, k_BNTH, v_BNTH), attn_mask=mask,
                                           is_causal=is_causal, scale=scale)
 
@@ -121,8 +211,61 @@ def attend_with_lse(q_BNTH, k_BNTH, v_BNTH, use, mask=None, scale=None):
     """Like `attend`, without causal masks; also returns the queries' log-sum-exp, (B, N, T, 1). See
     attention_with_lse."""
     if _fits(q_BNTH, k_BNTH, v_BNTH, use, mask, False, True):
-        return _run(q_BNTH, k_BNTH, v_BNTH, use, mask, scale, True)
-    return attention_with_lse(q_BNTH, *repeat_heads(q_BNTH, k_BNTH, v_BNTH), scale, mask)
+        return _run_package(q_BNTH, k_BNTH, v_BNTH, use, mask, scale, True)
+    return attention_with_lse(q_BNTH, k_BNTH, v_BNTH, scale, mask)
+
+
+def attention_with_lse(q_BNTH, k_BNTH, v_BNTH, scale=None, mask=None):
+    """Softmax attention by one of torch's operators; returns (out, lse).
+
+    mask: (B, 1, 1, T) bool, True for keys to attend to. out: like q. lse: (B, N, T, 1), float32, or float64 on CPUs
+    for float64 inputs. If all keys are masked, out is a mean of the values and lse so low that a merge ignores it.
+    """
+    capability = torch.cuda.get_device_capability(q_BNTH.device) if q_BNTH.is_cuda else None
+    has_cudnn = capability is not None and torch.version.hip is None and torch.backends.cudnn.is_available()
+    name = torch_backend(q_BNTH.dtype, q_BNTH.shape[-1], k_BNTH.shape[2], capability, has_cudnn, mask is not None)
+    return run_backend(BACKENDS[name], None, q_BNTH, k_BNTH, v_BNTH, mask, scale, True)
+
+
+def torch_backend(dtype, head_size, num_keys, capability=None, has_cudnn=False, masked=False):
+    """The key in BACKENDS of the fastest of torch's operators that returns a log-sum-exp for such tensors.
+
+    capability: of the CUDA device; None: CPU. Raises UnsupportedError if none supports them.
+    """
+    for name, backend in BACKENDS.items():
+        if (not backend.module and backend.supports(dtype, head_size, num_keys, capability, masked)
+                and (has_cudnn or name != "torch_cudnn")):
+            return name
+    raise UnsupportedError("Use ulysses_degree instead of ring_degree, or another weight_dtype: Ring attention on "
+                           f"CUDA takes float16, bfloat16 and float32, and this model computes in {dtype}.")
+
+
+def run_backend(backend, module, q_BNTH, k_BNTH, v_BNTH, mask, scale, with_lse):
+    """Attention by an entry of BACKENDS; returns (out, like q; lse, (B, N, T, 1), or None). module: the imported
+    package; None for torch's operators. Heads are zero-padded, which is exact."""
+    head_size, num_queries, dtype = q_BNTH.shape[3], q_BNTH.shape[2], q_BNTH.dtype
+    scale = head_size ** -0.5 if scale is None else scale
+    if not backend.takes_groups:
+        k_BNTH, v_BNTH = repeat_heads(q_BNTH, k_BNTH, v_BNTH)
+    inputs = [each.to(backend.computes_in or dtype) for each in (q_BNTH, k_BNTH, v_BNTH)]
+    bias = mask
+    if mask is not None:
+        bias = as_bias(mask, inputs[0].dtype) if mask.dtype == torch.bool else mask.to(inputs[0].dtype)
+        bias = aligned(bias, q_BNTH)
+    missing = backend.padded(head_size) - head_size
+    inputs = [F.pad(each, (0, missing)) if missing else each for each in inputs]
+    # BNTH -> BTNH below; the packages require the head dim to be contiguous
+    inputs = [each if each.stride(3) == 1 else each.contiguous() for each in inputs]
+    out, lse = backend.call(module, *(each.transpose(1, 2) for each in inputs), bias, scale, with_lse)
+    out = out.transpose(1, 2)[..., :head_size].to(dtype)
+    return out, None if lse is None else lse[..., :num_queries, None]
+
+
+def aligned(bias, q_BNTH):
+    """Expand a bias to all heads and queries, with rows padded in memory to a multiple of 16 elements as the kernels
+    require."""
+    row = F.pad(bias, (0, -bias.shape[-1] % 16))[..., :bias.shape[-1]]
+    return row.expand(-1, q_BNTH.shape[1], q_BNTH.shape[2], -1)
 
 
 def repeat_heads(q_BNTH, k_BNTH, v_BNTH):
@@ -145,7 +288,8 @@ def _fits(q_BNTH, k_BNTH, v_BNTH, use, mask, is_causal, with_lse):
     else:
         brief, reason = _misfit(backend, q_BNTH, v_BNTH, use, with_lse)
         if brief and use.is_required:
-            raise UnsupportedError(f"Set attention to sdpa in xDiT Parallel Config: {backend.title} {reason}.")
+            raise UnsupportedError("Set attention to sdpa in xDiT Parallel Config, or remove the node that selects "
+                                   f"{use.name}: {backend.title} {reason}.")
     use.counts[f"{SDPA} ({brief})" if brief else use.name] += 1
     return not brief
 
@@ -161,37 +305,25 @@ def _misfit(backend, q_BNTH, v_BNTH, use, with_lse):
     if q_BNTH.dtype not in backend.dtypes:
         dtype = _name(q_BNTH.dtype)
         return dtype, f"takes {', '.join(map(_name, backend.dtypes))}, and this model computes in {dtype}"
-    if head_size > backend.head_sizes[-1] or v_BNTH.shape[3] != head_size:
+    if backend.padded(head_size) is None or v_BNTH.shape[3] != head_size:
         return f"heads of {head_size}", (f"takes a head size of at most {backend.head_sizes[-1]}, the same for queries "
                                          f"and values, and this model has {head_size} and {v_BNTH.shape[3]}")
     if with_lse and not backend.gives_lse(module):
-        return "Ring", (f"gives no log-sum-exp in the installed version, which ring_degree needs; with "
-                        f"{backend.package} 2, or ulysses_degree instead of ring_degree, it can be used")
+        newer = f"{backend.package} {backend.lse_since}, or " if backend.lse_since else ""
+        return "Ring", ("gives no log-sum-exp in the installed version, which ring_degree needs; with "
+                        f"{newer}ulysses_degree instead of ring_degree, it can be used")
     return "", ""
 
 
-def _run(q_BNTH, k_BNTH, v_BNTH, use, mask, scale, with_lse):
-    """Run the package's attention; returns (out, like q; lse or None). Heads are zero-padded, which is exact."""
-    backend, head_size, num_queries = BACKENDS[use.name], q_BNTH.shape[3], q_BNTH.shape[2]
-    scale = head_size ** -0.5 if scale is None else scale
-    if not backend.takes_groups:
-        k_BNTH, v_BNTH = repeat_heads(q_BNTH, k_BNTH, v_BNTH)
-    bias = mask
-    if mask is not None:
-        bias = aligned(as_bias(mask, q_BNTH.dtype) if mask.dtype == torch.bool else mask.to(q_BNTH.dtype), q_BNTH)
-    missing = next(size for size in backend.head_sizes if size >= head_size) - head_size
-    inputs = (F.pad(each, (0, missing)) if missing else each for each in (q_BNTH, k_BNTH, v_BNTH))
-    # BNTH -> BTNH below; the packages require the head dim to be contiguous
-    inputs = (each if each.stride(3) == 1 else each.contiguous() for each in inputs)
+def _run_package(q_BNTH, k_BNTH, v_BNTH, use, mask, scale, with_lse):
+    """`run_backend` by the package of a BackendUse. Raises UnsupportedError for tensors that it rejects."""
+    backend = BACKENDS[use.name]
     try:
-        out, lse = backend.call(use.modules[use.name], *(each.transpose(1, 2) for each in inputs), bias, scale,
-                                with_lse)
+        return run_backend(backend, use.modules[use.name], q_BNTH, k_BNTH, v_BNTH, mask, scale, with_lse)
     except REFUSALS as error:
-        raise UnsupportedError(f"Set attention to sdpa in xDiT Parallel Config: {backend.title} rejects queries of "
-                               f"shape {tuple(q_BNTH.shape)} and type {_name(q_BNTH.dtype)} "
-                               f"({type(error).__name__}: {str(error)[:200]}).") from error
-    out = out.transpose(1, 2)[..., :head_size]
-    return out, None if lse is None else lse[..., :num_queries, None]
+        raise UnsupportedError("Set attention to sdpa in xDiT Parallel Config, or remove the node that selects "
+                               f"{use.name}: {backend.title} rejects queries of shape {tuple(q_BNTH.shape)} and type "
+                               f"{_name(q_BNTH.dtype)} ({type(error).__name__}: {str(error)[:200]}).") from error
 
 
 def _module(backend, use):
@@ -199,7 +331,9 @@ def _module(backend, use):
     if use.name not in use.modules:
         why = _why_absent(backend)
         try:
-            use.modules[use.name] = why or importlib.import_module(backend.module)
+            module = use.modules[use.name] = why or importlib.import_module(backend.module)
+            if not why and backend.function and not hasattr(module, backend.function):
+                use.modules[use.name] = f"needs {backend.package} {backend.since} or newer"
         except Exception as error:                             # e.g. a package built for another torch
             use.modules[use.name] = (f"cannot be imported ({type(error).__name__}: {str(error)[:200]}): reinstall "
                                      f"{backend.package} for PyTorch {torch.__version__}")
@@ -212,13 +346,13 @@ def _why_absent(backend):
 
 
 def _why_not_on(backend, device):
-    needed = ".".join(map(str, backend.capability))
-    which = f"{backend.only_major}.x" if backend.only_major else f"{needed} and above"
     capability = capability_of(device)
-    if capability is None or capability < backend.capability or backend.only_major not in (0, capability[0]):
-        has = "is none" if capability is None else f"has {'.'.join(map(str, capability))}"
-        return f"runs on CUDA devices of compute capability {which}, and {device} {has}"
-    return ""
+    if backend.runs_on(capability):
+        return ""
+    which = (" or ".join(f"{major}.x" for major in backend.majors)
+             or f"{'.'.join(map(str, backend.capability))} and above")
+    has = "is none" if capability is None else f"has {'.'.join(map(str, capability))}"
+    return f"runs on CUDA devices of compute capability {which}, and {device} {has}"
 
 
 def capability_of(device):

@@ -27,7 +27,7 @@ def metadata_of(checkpoint):
     family = checkpoint.family
     if checkpoint.folder_config is None or not family.settings:
         return checkpoint.metadata
-    settings = family.folder_metadata(checkpoint.folder)
+    settings = family.folder.metadata(checkpoint.folder)
     if settings is None:
         raise CheckpointError("Download the whole folder, or use the file of this model in ComfyUI's format: "
                               f"{checkpoint.name} is a model of {family.name}, whose variants only a folder with "

@@ -18,6 +18,7 @@ WITH_A_MODEL = ((("control_model.", "controlnet_", "zero_convs."),
                    "a ControlNet: load it with Load ControlNet Model"),)
 # tried in this order for files of no known family. "^." marks the start of a name
 OTHERS = (
+    (("^.cond_layer_logits",), "a MiniMax Music 3 model, which xDiT does not run yet"),
     ((".lora_", ".lora.", "_lora.", ".lokr_", ".hada_", ".diff_b"), "a LoRA: load it with a LoRA node"),
     ((".backbone.stem.", ".detector.backbone.", ".refinenet1."),
      "a detection or depth model, which generates no images"),
@@ -51,7 +52,7 @@ def recognise(checkpoint) -> Family:
     for family in FAMILIES.values():
         if _apply_rule(family.recognise, checkpoint.shapes):
             # if a tensor that the rule reads is missing, meta_model() names it
-            reason = _apply_rule(family.refuse, checkpoint.shapes, checkpoint.other_tensors)
+            reason = _apply_rule(family.refuse, checkpoint.shapes)
             if reason:
                 raise CheckpointError(f"{name} is {article(family.name)} {family.name} model, but {reason}.")
             return family
@@ -102,7 +103,7 @@ def _agreement(family, folder):
     fixed = {key: plain(value) for key, value in family.config.rules.items()
              if not callable(value) and key not in family.config_from_tensors}
     agreeing = sum(plain(folder.config.get(key, value)) == value for key, value in fixed.items())
-    return agreeing - len(fixed), agreeing + len(folder.extra_parts.keys() & family.extra_parts.keys())
+    return agreeing - len(fixed), agreeing + len(folder.extra_parts.keys() & family.folder.extra_parts.keys())
 
 
 def plain(value):

@@ -67,7 +67,7 @@ class Transformer:
         is_part = own is not None and own is not tensor and own.untyped_storage().nbytes() > own.nbytes
         return own.clone() if is_part and own.untyped_storage().data_ptr() not in addresses else own
 
-    def hold(self, weight, tensor, dtype, staging, addresses):
+    def lock(self, weight, tensor, dtype, staging, addresses):
         """Set a weight to these values, moved to the device and cast there, and record whether they are a region of the
         mapped file. An offloaded weight is set in system RAM."""
         if self.offloaded is not None and id(weight) in self.offloaded.weights:
@@ -81,7 +81,7 @@ class Transformer:
     def _block_of(self, name):
         """Index of the block of a tensor of the file, over all lists; None for tensors outside the blocks."""
         first = 0
-        if self.family.is_unet or name.startswith(self.family.plan.shared_parameters):
+        if self.family.plan.is_outside(name):
             return None
         for list_ in self.family.blocks:
             prefixes = ([f"{each}." for each in list_.names] if self.checkpoint.folder_config is not None

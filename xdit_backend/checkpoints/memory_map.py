@@ -7,26 +7,27 @@ refuses a file larger than its memory; these maps reserve nothing.
 import functools
 import json
 import math
-import mmap
 import os
 
 import torch
 
+from .. import system
 from ..protocol.errors import CheckpointError
 from ..protocol.open_files import out_of_files
 
-NORESERVE = 0x4000             # Linux's MAP_NORESERVE, which Python's mmap does not define
 TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
          "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16",
          "I8": "int8", "U8": "uint8", "BOOL": "bool"}          # safetensors' type -> torch's
 
 
 def map_memory(path):
-    """A non-empty file as a memory map. Writes stay in memory. Raises CheckpointError if it cannot be mapped."""
+    """A non-empty file as a memory map. Writes stay in memory; on Windows the map is read-only.
+
+    Raises CheckpointError if it cannot be mapped.
+    """
     try:
         with open(path, "rb") as file:
-            return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE | NORESERVE,
-                             prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            return system.map_file(file)
     except (OSError, ValueError) as error:                     # ValueError: the file has become empty
         raise unreadable(path, error) from error
 

@@ -90,7 +90,7 @@ def _check_folder_config(config, family, name):
     configured = {key: value for key, value in config.items() if not key.startswith("_")}
     rules = family.config.rules
     for key, value in {**defaults, **configured}.items():
-        if key in family.config_from_tensors or key in family.folder_arguments or callable(rules.get(key)):
+        if key in family.config_from_tensors or key in family.folder.arguments or callable(rules.get(key)):
             continue
         if key not in defaults:
             expected, fits = None, not value                   # older releases of diffusers wrote disabled options

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..models.common.family import Family
+from ..models.common.tp_plan import REPLICATED, find_style
 from ..partition import attended, cut_bands, halved, level_of, slot_bytes, summed_modules
 from ..planner.cost_model import Job, ModelDims
 from ..planner.memory_model import ActivationFootprint, unet_memory
@@ -18,13 +19,15 @@ from .quantisation.quantised_weights import WITH_LORA
 from .tensor_sharding import block_bytes, block_sizes, possible_splits, resident_bytes
 
 OF_TEXT = ("attn2.to_k", "attn2.to_v")                         # cross-attention layers, which image tokens do not pass
-EAGER = "int8_tensorwise", "convrot_w4a4"                      # comfy-kitchen may or may not have kernels for these
+EAGER = "int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8"      # comfy-kitchen may or may not have kernels for these
 USUAL_TEXT = 77                                                # tokens of a U-Net's prompt
 
 
 def dims_of(family: Family, model, spec=None, capabilities=(None,)):
-    """The ModelDims of a family's model, which may be on the meta device. spec: storage of its weights; None: 16 bits.
-    capabilities: of the devices, as in kitchen_layers.products_on."""
+    """The ModelDims of a family's model, which may be on the meta device; None for a U-Net. spec: storage of its
+    weights; None: 16 bits. capabilities: of the devices, as in kitchen_layers.products_on."""
+    if not family.blocks:
+        return None
     blocks = [(list_.image_fraction, block_copies) for list_ in family.blocks
               for block_copies in zip(*map(model.get_submodule, list_.names))]
     width, num_blocks = family.width(model.config), len(blocks)
@@ -35,8 +38,8 @@ def dims_of(family: Family, model, spec=None, capabilities=(None,)):
     dims = ModelDims(blocks=num_blocks, width=width, heads=heads, elements=elements / width ** 2,
               parameters=sum(parameter.numel() for parameter in model.parameters()), joint=joint,
               key_heads=family.num_key_heads(model.config) or heads, skips=len(family.plan.skips(num_blocks)),
-              replicated_attention=any(path.startswith((f"{name}.to_q", f"{name}.qkv")) for path in family.plan.unsplit
-                                  for name in family.plan.attention),
+              replicated_attention=any(find_style(family.plan.tp_plan, f"{name}.{leaf}") == REPLICATED
+                                       for name in family.plan.attention for leaf in ("to_q", "qkv")),
               text_once=True, branches_apart=True, sums=_sums(model, family.plan, joint, num_blocks),
               agreed=_sums(model, family.plan, joint, num_blocks, True),
               formats=_formats(blocks, family.plan.cacheable),
@@ -143,7 +146,7 @@ def _sums(model, plan, joint, num_blocks, agreed=False):
     if not splits:
         return 0.0 if agreed else ModelDims.sums
     if agreed:
-        splits = {name: split for name, split in splits.items() if name.endswith(".weight") and split.how == "rows"
+        splits = {name: split for name, split in splits.items() if name.endswith(".weight") and split.how == "rowwise"
                   and getattr(model.get_submodule(name.removesuffix(".weight")), "agreed", "") == "each"}
     of_blocks = collections.Counter(name.rpartition(".")[0] for name in summed_modules(splits)
                                     if name.partition(".")[0] in {
@@ -190,7 +193,7 @@ def _products(blocks, once, capabilities):
             how = FORMATS[module.format]
             found.add(Product(module.in_features, module.out_features, share == 1, module.format,
                               how.held.itemsize / how.numbers, how.rounds_inputs and module.weight_block[0] > 1,
-                              how.rounds_inputs and module.weight_scale.numel() > 1))
+                              bool(how.group) or how.rounds_inputs and module.weight_scale.numel() > 1))
     return sorted(found)
 
 

@@ -1,53 +1,20 @@
-"""Storage of a model's weights on a rank: dtypes, bytes, and, with tensor parallelism, the shard of each layer, derived
-from diffusers' names of the layers. Arithmetic only.
+"""Storage of a model's weights on a rank: dtypes, bytes, and, with tensor parallelism, the shard of each layer by the
+plan of the family. Arithmetic only.
 
 The loader casts and shards weights accordingly (loader.py), the host counts their bytes in advance, and hooks combine
 the shards' outputs (parallel/tensor_parallel.py). docs/design/tensor.md.
 """
 
 import math
-import re
 from dataclasses import dataclass
 
 import torch
 
-from ..partition import STREAMS, block_indices, block_path, shard_sizes, shard_start
+from ..models.common.tp_plan import REPLICATED, ROWWISE, Fused, find_style
+from ..partition import block_indices, block_path, shard_sizes, shard_start
 from ..protocol.errors import UnsupportedError
-from .quantisation.layer_formats import AUXILIARY
+from .quantisation.layer_formats import AUXILIARY, BY_ROW
 
-# Linear layers of a block by path. "columns": outputs are sharded. "rows": inputs are sharded, and results are summed
-# by an all-reduce. "gathered": layers that see a timestep or pooled text but no tokens; outputs are sharded and
-# all-gathered, to save memory for weights.
-LAYERS = (
-    (r"^\w*attn\w*\.(to_(q|k|v|kv)(_t)?|add_[qkv]_proj|to_qkv_mlp_proj|to_gate|to_gate_logits)$"
-     r"|^(self_)?attention\.to_[qkv]$|^\w+_attention\.to_(query|key|value)$"
-     # of ComfyUI's classes
-     r"|^(\w+\.)?\w*attn\.(q|k|v|k_img|v_img)$|^\w*attn\.\w*qkv$|^attention\.qkv$|^\w+_attn\.processor\.\w+_to_[qkv]$"
-     r"|^(self|cross)_attn\.[qkv]_proj$|^attn\.qkv_[xy]$|^linear1$|^attn\.proj_qkv\.\w+$",
-     "columns"),
-    (r"^\w*attn\w*\.(to_out(\.0|_t)?|to_add_out)$|^(self_)?attention\.to_out\.0$|^\w+_attention\.out_layer$"
-     r"|^(\w+\.)?\w*attn\.(o|img_attn_proj|txt_attn_proj)$|^attention\.o$|^\w+_attn\.processor\.\w+_out$"
-     r"|^(self|cross)_attn\.o_proj$|^\w+_attn\.proj$|^attn\.proj(_[xy])?$|^attention\.out$"
-     r"|^linear2$|^attn\.proj_out\.\w+$", "rows"),
-    (r"^proj_mlp$|^\w+\.net\.0\.proj(\.[01])?$|^ff\w*\.linear_(in|1|2)$|^feed_forward\.(w|linear_)[13]$|^ff_\w\.(\w+\.)*w[13]$"
-     r"|^feed_forward\.in_layer$|^mlp\.(gate|up)_proj$|^ff\.(gate|up)$"
-     r"|^ffn\.0$|^\w+_feed_forward\.linear_[13]$|^\w+_mlp\.(w[13]|0)$|^mlp\.mlp\.0$|^mlp_[xy]\.w[13]$|^mlp\.fc1$"
-     r"|^moe\.(experts\.\d+|shared_experts)\.net\.0\.proj$|^ff\.ff\.0\.proj$|^to_local_embed\.0$"
-     r"|^mlp\.(vid|txt|all)\.proj_in(_gate)?$",
-     "columns"),
-    (r"^\w+\.net\.2$|^ff\w*\.(linear_out|out_projection)$|^feed_forward\.(w|linear_)2$|^ff_\w\.(\w+\.)*w2$"
-     r"|^feed_forward\.out_layer$|^mlp\.linear_fc2$|^ff\.down$"
-     r"|^mlp\.down_proj$|^ffn\.2$|^\w+_feed_forward\.linear_2$|^\w+_mlp\.(w2|2)$|^mlp\.mlp\.2$|^mlp_[xy]\.w2$|^mlp\.fc2$"
-     r"|^moe\.(experts\.\d+|shared_experts)\.net\.2$|^ff\.ff\.2$|^to_local_embed\.2$"
-     r"|^mlp\.(vid|txt|all)\.proj_out$",
-     "rows"),
-    (r"^(\w*norm\w*\.linear(_[12])?|\w+_mod\.(1|lin)|modulation\.lin|\w+_modulation\.out_layer)$"
-     r"|^ada(LN_modulation(_img|_txt)?\.\d+|ln_modulation|ln_proj\.linear)$",
-     "gathered"))
-# layer -> a layer whose inputs are its outputs, or, if gated, the products of two halves of them
-AFTER = {"net.0.proj": "net.2", "ff.0.proj": "ff.2", "linear_in": "linear_out"}
-# differential attention, which subtracts attention with other queries and keys: numbers of fused parts in a layer
-TWICE = {"to_q": 2, "to_kv": 3, "to_qkv": 5}
 HEAD_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k", "q_rms_norm", "k_rms_norm", "q_rms_norm_t",
               "k_rms_norm_t", "norm_k_img")
 # attributes of diffusers' attention modules, and of ComfyUI's
@@ -65,7 +32,7 @@ PER_RANK = (*HEADS, "kv_heads", "num_kv_heads", "n_local_kv_heads", "inner_dim",
 class Split:
     """Sharding of one tensor along `dim`, each of its parts separately. parts: their sizes, which add up to the dim's.
 
-    how: "columns", "rows" and "gathered" as above; "norm": an RMS norm over all heads, whose squares are summed by an
+    how: a style of models/common/tp_plan.py; "norm": an RMS norm over all heads, whose squares are summed by an
     all-reduce; "first": only the first rank has the tensor, so that a sum contains it once. block: (elements, bytes) of
     a block of a row, for quantised storage (uint8).
     """
@@ -137,7 +104,7 @@ def _check_products(model, splits, degree):
     for name, split in splits.items() if degree > 1 else ():
         path, _, leaf = name.rpartition(".")
         linear = model.get_submodule(path)
-        if leaf == "weight" and split.how == "rows" and getattr(linear, "rounds_inputs", False) and not linear.agreed:
+        if leaf == "weight" and split.how == ROWWISE and getattr(linear, "rounds_inputs", False) and not linear.agreed:
             raise UnsupportedError(
                 f"Use tensor_degree 1 with pipefusion_degree, cfg_degree, ulysses_degree or ring_degree, or the bf16, "
                 f"fp16, fp8, int8, mxfp8 or nvfp4 file of the same model: tensor_degree={degree} cannot shard "
@@ -156,12 +123,19 @@ def possible_splits(model, plan, degree=1):
 def _block_splits(block, plan):
     splits = {}
     for path, module in block.named_modules():
-        if isinstance(module, torch.nn.Linear) and path not in plan.unsplit:
-            how, sizes = _how(block, path), _part_sizes(block, path, module)
-            splits[f"{path}.weight"] = Split(how, int(how == "rows"), sizes, getattr(module, "weight_block", (1, 1)))
+        if isinstance(module, torch.nn.Linear):
+            style = find_style(plan.tp_plan, path)
+            if style is None:
+                raise _unknown(block, path)
+            if style == REPLICATED:
+                continue
+            how = style.style if isinstance(style, Fused) else style
+            sizes = (style.split(block, path, module) if isinstance(style, Fused)
+                     else (module.in_features if how == ROWWISE else module.out_features,))
+            splits[f"{path}.weight"] = Split(how, int(how == ROWWISE), sizes, getattr(module, "weight_block", (1, 1)))
             splits |= {f"{path}.{name}": split for name, split in _auxiliary(module, how, sizes).items()}
             if module.bias is not None:
-                splits[f"{path}.bias"] = Split("first") if how == "rows" else Split(how, 0, sizes)
+                splits[f"{path}.bias"] = Split("first") if how == ROWWISE else Split(how, 0, sizes)
         elif is_attention(module):
             for name in HEAD_NORMS:
                 norm = getattr(module, name, None)
@@ -178,11 +152,13 @@ def _block_splits(block, plan):
 def _auxiliary(linear, how, sizes):
     """{buffer: Split} of a quantised layer's auxiliary tensors. Values common to all rows are replicated."""
     scale, splits = getattr(linear, "weight_scale", None), {}
-    if scale is not None and len(scale) > 1 and how != "rows":                 # per row, or per block of each row
+    if scale is not None and len(scale) > 1 and how != ROWWISE:                 # per row, or per block of each row
         splits["weight_scale"] = Split(how, 0, sizes)
-    elif scale is not None and scale.dtype == torch.uint8 and how == "rows":               # one byte per block
+    elif scale is not None and scale.dtype == torch.uint8 and how == ROWWISE:               # one byte per block
         splits["weight_scale"] = Split(how, 1, sizes, (linear.in_features // scale.shape[1], 1))
-    if getattr(linear, "pre_quant_scale", None) is not None and how == "rows":
+    if how != ROWWISE:
+        splits |= {name: Split(how, 0, sizes) for name in BY_ROW if getattr(linear, name, None) is not None}
+    if getattr(linear, "pre_quant_scale", None) is not None and how == ROWWISE:
         splits["pre_quant_scale"] = Split(how, 0, sizes)
     return splits
 
@@ -192,51 +168,9 @@ def is_attention(module):
             and any(hasattr(module, name) for name in ATTENTIONS_HAVE))
 
 
-def _how(block, path):
-    if path == "proj_out" and hasattr(block, "proj_mlp"):      # of parallel attention and feed-forward
-        return "rows"
-    inside = path.removeprefix("block.")                       # of a block that wraps a single module
-    how = next((how for pattern, how in LAYERS if re.search(pattern, inside)), None)
-    if how is None:
-        raise _unknown(block, path)
-    return how
-
-
 def _unknown(block, path):
     return UnsupportedError(f"Use tensor_degree 1, and pipefusion_degree to split the weights: tensor parallelism does "
                             f"not know layer {path} of a {type(block).__name__}.")
-
-
-def _part_sizes(block, path, linear):
-    parent, _, leaf = path.rpartition(".")
-    module = block.get_submodule(parent)
-    if getattr(module, "differential", False) and leaf in TWICE:
-        return (linear.out_features // TWICE[leaf],) * TWICE[leaf]
-    # queries, keys and values, with equal or fewer key and value heads
-    if (parent if leaf in STREAMS else leaf.removesuffix("_x").removesuffix("_y")).endswith("qkv"):
-        heads = getattr(module, "n_local_heads", 1)
-        counts = (heads, *(getattr(module, "n_local_kv_heads", heads),) * 2)
-        return tuple(linear.out_features // sum(counts) * count for count in counts)
-    if leaf == "to_kv":
-        return (linear.out_features // 2,) * 2
-    if leaf == "to_qkv_mlp_proj":
-        return (module.inner_dim,) * 3 + (module.mlp_hidden_dim,) * module.mlp_mult_factor
-    if leaf == "to_out" and hasattr(module, "inner_dim"):
-        return tuple(size for size in (module.inner_dim, linear.in_features - module.inner_dim) if size)
-    if path in ("linear1", "linear2"):                         # parallel attention and feed-forward in ComfyUI's class
-        hidden, size = ((linear.in_features, linear.out_features) if path == "linear1"
-                        else (linear.out_features, linear.in_features))
-        count = 3 if path == "linear1" else 1
-        return (hidden,) * count + (size - count * hidden,)
-    if path in ("proj_mlp", "proj_out"):
-        hidden = getattr(block, "mlp_hidden_dim", block.proj_mlp.out_features)
-        return ((hidden,) * (linear.out_features // hidden) if path == "proj_mlp"
-                else (linear.in_features - hidden, hidden))
-    for name, following in AFTER.items():
-        if path.endswith(f".{name}"):
-            inputs = block.get_submodule(path.removesuffix(name) + following).in_features
-            return (inputs,) * (linear.out_features // inputs)             # two if gated
-    return (linear.in_features if _how(block, path) == "rows" else linear.out_features,)
 
 
 def narrow(model, splits, degree, rank):

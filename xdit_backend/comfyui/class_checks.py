@@ -33,17 +33,14 @@ def moved(family, what):
 
 def _missing(model, family):
     plan = family.plan
-    methods = [getattr(type(model), name, None) for name in (*FORWARDS,
-                                                             *(() if family.is_replicated else plan.positions))]
+    methods = [getattr(type(model), name, None) for name in (*FORWARDS, *plan.positions)]
     parameters = [inspect.signature(method).parameters for method in methods if method is not None]
     # some modules list further timesteps that the forward takes
     accepted = {name for own in parameters for name in own} | {*getattr(model, "t_conds", ())}
     accepted |= {name for method in methods if method is not None for name in _looked_up(method)}
     yield from (f"argument {name}" for name in family.arguments if name not in accepted)
-    if family.is_replicated:
-        yield from (f"list {name} of lists of blocks" for name in ("down_blocks", "up_blocks")
-                    if not all(isinstance(blocks, torch.nn.ModuleList) for blocks in getattr(model, name, [None])))
-        return
+    yield from (f"list {name} of lists of blocks" for name in plan.nested_lists
+                if not all(isinstance(blocks, torch.nn.ModuleList) for blocks in getattr(model, name, [None])))
     for list_ in plan.lists:
         blocks = _at(model, list_.name)
         if not isinstance(blocks, torch.nn.ModuleList) or len(blocks) != model.config[list_.count]:

@@ -55,7 +55,7 @@ def _(query_BNTH, key_BNTH, value_BNTH, mask, name, is_causal, scale):
 def chosen_output(tensor: Tensor, name: str) -> Tensor:
     """Output, shaped like the tensor, of a module with data-dependent control flow. name: of the module in its
     block."""
-    return RUNNING.get().context().graph_breaks[name](tensor).contiguous()
+    return RUNNING.get().context().state.graph_breaks[name](tensor).contiguous()
 
 
 @chosen_output.register_fake

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ..protocol import timeouts
-from ..protocol.devices import own_name
-from ..protocol.errors import ConfigError
+from ..protocol.devices import machine_of, own_name
+from ..protocol.errors import ConfigError, WorkerStartError
+from .shared_memory.process_group import BACKEND
+from .shared_memory.segments import is_supported
 
 AXES = ("data", "cfg", "pipefusion", "displaced", "ring", "ulysses", "tensor")
 MIN_GROUP_TIMEOUT_S = 60       # creating a group takes seconds, and is subject to its timeout too
@@ -76,14 +78,24 @@ def with_speeds(mesh, speeds):
 SINGLE = Mesh(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0))
 
 
-def backend_for(devices, has_nccl):
-    """Backend of torch.distributed for workers on these devices: NCCL if each has its own CUDA device, else gloo.
+def backend_for(devices, has_nccl, requested=""):
+    """Backend of torch.distributed for workers on these devices: NCCL if each has its own CUDA device, shared memory
+    for CPU workers of one machine, else gloo.
 
     NCCL does not support two ranks on one device, and a single rank needs no NCCL. gloo copies CUDA tensors through
-    system RAM.
+    system RAM. requested: value of XDIT_TRANSPORT; "": none. Raises WorkerStartError if that cannot be used.
     """
     apart = len(set(devices)) == len(devices) > 1 and all(own_name(device).startswith("cuda") for device in devices)
-    return "nccl" if apart and has_nccl else "gloo"
+    can_share = len(devices) > 1 and is_supported() and not any(map(machine_of, devices))
+    usable = {"gloo": True, BACKEND: can_share, "nccl": apart and has_nccl}
+    if requested:
+        if not usable.get(requested):
+            names = ", ".join(name for name in usable if usable[name])
+            raise WorkerStartError("Remove the environment variable XDIT_TRANSPORT, or set it to one of "
+                                   f"{names}: it is \"{requested}\", which workers on {', '.join(devices)} cannot use.")
+        return requested
+    on_cpu = all(own_name(device) == "cpu" for device in devices)
+    return "nccl" if usable["nccl"] else BACKEND if on_cpu and can_share else "gloo"
 
 
 def wait_timeout_s():
@@ -117,26 +129,28 @@ def can_split():
     return dist.get_backend() == "nccl" and torch.torch_version.TorchVersion(torch.__version__) >= SPLIT_GROUP_SINCE
 
 
-def make_group(groups, max_ctas=None):
+def make_group(groups, max_ctas=None, backend=None):
     """Create process groups of disjoint lists of ranks; returns this rank's group, or None if it is in none.
 
     All groups are created here. A collective: every rank of the world calls it with the same groups, in the same order
     of calls. NCCL splits the world's communicator, which must have no operation in flight (ncclCommSplit). Therefore
     each rank first synchronises with its device; no receive may be posted whose sender sends after this call.
-    max_ctas: see group_options.
+    max_ctas: see group_options. backend: of the groups; None: the world's.
     """
-    backend, rank = dist.get_backend(), dist.get_rank()
+    world_backend, rank = dist.get_backend(), dist.get_rank()
+    is_other, backend = backend not in (None, world_backend), backend or world_backend
     is_member, groups_made = any(rank in ranks for ranks in groups), {}
-    if backend == "nccl":
+    if world_backend == "nccl":
         torch.cuda.synchronize()
-    if can_split():
+    if can_split() and not is_other:
         # torch names a group by its rank's number of groups: a group of all other ranks keeps the names equal
         others = [other for other in range(dist.get_world_size()) if not any(other in ranks for ranks in groups)]
         own = dist.split_group(split_ranks=[list(ranks) for ranks in (*groups, others) if ranks],
                                timeout=group_timeout(), pg_options=group_options(backend, max_ctas))
         return own if is_member else None
+    more = {"backend": backend} if is_other else {}
     for ranks in groups:
-        groups_made[rank in ranks] = dist.new_group(list(ranks), timeout=group_timeout(),
+        groups_made[rank in ranks] = dist.new_group(list(ranks), timeout=group_timeout(), **more,
                                              pg_options=group_options(backend, max_ctas))
     return groups_made.get(True)
 

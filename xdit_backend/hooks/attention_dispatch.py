@@ -1,6 +1,7 @@
 """Attention of one forward on one rank, dispatched to the parallel method of its layout."""
 
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -20,6 +21,7 @@ from ..protocol.specs import SDPA
 from .block_hooks import BlockPosition, one_key_per_group
 from .function_overrides import FunctionOverrides, functional, in_file
 from .infinite_talk import locate_speakers
+from .injected_networks import guide_text
 from .nag import apply_nag
 from .real_rotary import in_pairs, in_real_numbers
 
@@ -82,11 +84,13 @@ class AttentionFunctions:
         if context is None:
             options.pop("is_exact", None)
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        if context.attention is None:
+        if context.state.attention is None:
             backend = context.backend.exact() if options.get("is_exact") else context.backend
-            return attend_here(query, key, value, backend, attn_mask, is_causal, options.get("scale"))
-        context.attention.is_exact = bool(options.get("is_exact"))
-        if (attn_mask is not None or is_causal) and context.attention.reach is None:
+            attend = partial(attend_here, use=backend, mask=attn_mask, is_causal=is_causal, scale=options.get("scale"))
+            out = attend(query, key, value)
+            return out if context.state.guided_attention is None else guide_text(context, query, out, attend)
+        context.state.attention.is_exact = bool(options.get("is_exact"))
+        if (attn_mask is not None or is_causal) and context.state.attention.reach is None:
             raise UnsupportedError("Use cfg_degree instead: this model masks its self-attention in a way that "
                                    "sequence parallelism and PipeFusion do not support yet.")
         return self._attend(query, key, value, context, options.get("scale"), options.get("within"))
@@ -100,12 +104,13 @@ class AttentionFunctions:
         context = self._running()
         backend = options.get("backend") or _AttentionBackendRegistry.get_active_backend()[0]
         is_native = AttentionBackendName(backend) == AttentionBackendName.NATIVE
-        if context is None or (context.attention is None and (not is_native or context.backend.name == SDPA)):
+        if context is None or (context.state.attention is None and (not is_native or context.backend.name == SDPA)
+                               and context.state.guided_attention is None):
             if context is not None:
                 context.backend.counts[SDPA] += 1
             return dispatch_attention_fn(query, key, value, **options)
-        if not is_native and context.attention is not None:
-            context.attention.refuse_uncalled()
+        if not is_native and context.state.attention is not None:
+            context.state.attention.refuse_uncalled()
         mask, is_causal, scale = options.get("attn_mask"), options.get("is_causal", False), options.get("scale")
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))
         return self.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal,
@@ -150,12 +155,12 @@ class AttentionFunctions:
         if not name or not context.shards_attention:
             backend = context.backend.exact() if is_exact else context.backend
             return attend_here(query, key, value, backend, mask, is_causal, scale)
-        context.attention = context.attentions[name]
+        context.state.attention = context.state.attentions[name]
         try:
             return self.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale,
                                                      is_exact=is_exact)
         finally:
-            context.attention = None
+            context.state.attention = None
 
     def _with_overrides(self, function):
         """A function that calls attention for several blocks, such as Flux's in ComfyUI, with that call replaced; other
@@ -182,37 +187,41 @@ class AttentionFunctions:
     def _attend(self, query, key, value, context, scale, within=None):
         """within: (queries, keys, values of all tokens in the order of the streams, of some heads) -> like queries;
         replaces attention of all tokens to all."""
-        now = context.attention
+        now = context.state.attention
         now.num_calls += 1
         key, value = one_key_per_group(now.module, query, key), one_key_per_group(now.module, query, value)
         query, padding = self.without_placeholders(query, now.streams, context)
         key, value = (self.without_placeholders(each, now.key_streams, context)[0] for each in (key, value))
+        if now.streams == now.key_streams and context.patches.operations.get(now.position.patched) == "values":
+            return value if padding is None else F.pad(value, padding)
         if now.streams == now.key_streams:
             locate_speakers(context, query, key)
         if within is not None:
-            ours = Attention(context.tokens.sizes(now.streams), exchange=context.attention_exchange,
+            ours = Attention(context.tokens.sizes(now.streams), exchange=context.options.exchange,
                              within=in_order(within, context.tokens.gathered_order(now.streams), now.streams))
             return usp_attention(query, key, value, ours, context.mesh, context.traffic)
         out = self._biased(query, key, value, context, scale)
-        for nag in context.guided:
+        for nag in context.patches.guided:
             apply_nag(out, nag, (1, 3), context.tokens.image_slice(now.streams), True, context.mesh, context.traffic)
         return out if padding is None else F.pad(out, padding)
 
     def _biased(self, query, key, value, context, scale):
         """`attend`, with an additive bias of the logits if the model has one."""
-        now = context.attention
-        if now.name not in context.biases:
-            return attend(query, key, value, context, now, scale)
+        now = context.state.attention
+        backend = context.backend.exact() if now.is_exact else context.backend
+        if now.name not in context.patches.biases:
+            return attend(query, key, value, context, now, backend, scale)
         name, size = ("bias", now.name), query.shape[3]
-        if name not in context.cuts:
-            context.cuts[name] = context.tokens.take(context.biases[now.name], 1, now.streams)
+        if name not in context.state.cuts:
+            context.state.cuts[name] = context.tokens.take(context.patches.biases[now.name], 1, now.streams)
         scale = size ** -0.5 if scale is None else scale
-        return attend(*with_bias(query, key, value, context.cuts[name], scale), context, now, scale)[..., :size]
+        return attend(*with_bias(query, key, value, context.state.cuts[name], scale), context, now,
+                      backend.unquantised(), scale)[..., :size]
 
     def without_placeholders(self, tensor_BNTH, streams, context):
         """(the tensor without placeholder tokens of empty streams, padding of the output that restores them)."""
         where = [index for index, stream in enumerate(streams)
-                 if context.attention.position.has_placeholder((stream,), context.tokens, self._needs_text)]
+                 if context.state.attention.position.has_placeholder((stream,), context.tokens, self._needs_text)]
         if not where:
             return tensor_BNTH, None
         assert where in ([0], [len(streams) - 1]), "a placeholder is the first or the last token"
@@ -220,19 +229,19 @@ class AttentionFunctions:
         return tensor_BNTH.narrow(2, start, tensor_BNTH.shape[2] - 1), (0, 0, start, 1 - start)
 
 
-def attend(query, key, value, context, layer, scale):
-    """Attention by this forward's parallel method. Every rank of its axes calls it. layer: a RunningAttention."""
+def attend(query, key, value, context, layer, backend, scale):
+    """Attention by this forward's parallel method. Every rank of its axes calls it. layer: a RunningAttention. backend:
+    a BackendUse."""
     streams, key_streams = layer.streams, layer.key_streams
-    backend = context.backend.exact() if layer.is_exact else context.backend
     sizes = context.tokens.sizes(streams)
     key_sizes = None if key_streams == streams else context.tokens.sizes(key_streams)
     window = None if layer.reach is None else window_of(layer, sizes, context)
     # Streams other than the image come with a step's first patch only, and attend to each other without the cache.
     if context.key_values is not None and "image" in (*streams, *key_streams):
-        unmasked = Attention(sizes, key_sizes, None, scale, backend, context.attention_exchange, window)
+        unmasked = Attention(sizes, key_sizes, None, scale, backend, context.options.exchange, window)
         return patch_attention(query, key, value, unmasked, context, layer)
-    mask = gathered_mask(context.masks, context.tokens.gathered_order(key_streams), query)
-    arguments = Attention(sizes, key_sizes, mask, scale, backend, context.attention_exchange, window)
+    mask = gathered_mask(context.state.masks, context.tokens.gathered_order(key_streams), query)
+    arguments = Attention(sizes, key_sizes, mask, scale, backend, context.options.exchange, window)
     if context.references is not None:
         return attention_with_references(query, key, value, arguments, context, layer)
     if context.exchange is not None:

@@ -36,6 +36,11 @@ class BlockPosition:
         return [f"{name}.{self.number}" for name in (self.list_.control, self.list_.added) if name]
 
     @property
+    def patched(self):
+        """ComfyUI's name of the block in patches, for which ForwardContext.operations may have an operation."""
+        return f"{self.list_.patched}_block.{self.number}"
+
+    @property
     def with_image(self):
         """The streams that share a tensor with the image in the block's outputs."""
         return next(streams for streams in self.list_.returns if "image" in streams)

@@ -53,15 +53,16 @@ class CompiledBlocks:
         if self._refusal:
             raise uncompiled(self._refusal)
         block = self.blocks[index]
-        backend = context.compile_backend
+        backend = context.options.compile_backend
         if backend not in block.forwards:
             self._on_compile(index, len(self.blocks))
             block.forwards[backend] = compiled(forward, backend)
         for value in self._values:
             value.capture()
         known = self._find_once(index, block, context, arguments)
-        context.attentions = {name: RunningAttention(*arguments_of) for name, arguments_of in block.attentions.items()}
-        context.graph_breaks = block.graph_breaks
+        state = context.state
+        state.attentions = {name: RunningAttention(*arguments_of) for name, arguments_of in block.attentions.items()}
+        state.graph_breaks = block.graph_breaks
         arguments = {name: plainly_strided(value) if torch.is_tensor(value) else value
                      for name, value in arguments.items()}
         if OPTIONS in arguments:

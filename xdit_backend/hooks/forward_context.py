@@ -15,7 +15,7 @@ from ..parallel.displaced_exchange import Exchange
 from ..parallel.reference_kv_cache import ReferenceUse
 from ..parallel.stale_kv_cache import KeyValues
 from ..partition import opens_step
-from ..protocol.specs import WHOLE, Patch
+from ..protocol.specs import ForwardOptions, Patch
 
 CPU = torch.device("cpu")
 
@@ -33,6 +33,42 @@ class ImageRows:
 
 
 @dataclass
+class ModelPatches:
+    """ComfyUI's model patches in a forward, and what a ControlNet and the family add to it."""
+
+    # block, by ComfyUI's name for it in patches -> its operation, see specs.Branch
+    operations: dict = field(default_factory=dict)
+    guided: tuple = ()                     # specs.Nag, applied in order to the output of every self-attention
+    free_u: tuple = ()                     # specs.FreeU and Shrink of a U-Net, applied in order
+    tiles: dict = field(default_factory=dict)          # specs.Branch.tiles of its self-attentions
+    networks: tuple = ()                   # (specs.NetworkUse, injected_networks.Network), applied in order
+    scores: Any = None                     # output: specs.Branch.scores of these images
+    # by insertion point (Family.control_shapes): residuals for this rank
+    control: PinnedAhead = field(default_factory=lambda: PinnedAhead({}, CPU))
+    biases: dict = field(default_factory=dict)         # attention -> Family.biases of this forward's image
+
+
+@dataclass
+class HookState:
+    """State of the hooks during a forward."""
+
+    # hooks.attention_dispatch.RunningAttention, while in an attention over several ranks
+    attention: Any = None
+    attentions: dict = field(default_factory=dict)     # name -> RunningAttention, of the running compiled block
+    graph_breaks: dict = field(default_factory=dict)   # name -> forward, of the same, see ModelPlan.graph_breaks
+    block: str = ""                        # path of the running compiled block of a U-Net
+    text_attention: str = ""               # path of the running attention to the text, of a U-Net
+    # running attention to the text of a transformer, if networks guide its output, until that is computed
+    guided_attention: Any = None
+    skip_sizes: dict = field(default_factory=dict)     # number of a skip -> its rows and columns, with a Shrink
+    skips: dict = field(default_factory=dict)          # block -> its output, which a later block takes as its skip
+    cuts: dict = field(default_factory=dict)           # this rank's shards of arguments that every block gets
+    masks: dict = field(default_factory=dict)          # stream -> (B, T), True for tokens to attend to
+    # of tensor_parallel.py: results for layers that have not run yet
+    precomputed: dict = field(default_factory=dict)
+
+
+@dataclass
 class ForwardContext:
     """One forward on this rank: its blocks and tokens, its caches and communication, and ComfyUI's patches."""
 
@@ -44,60 +80,40 @@ class ForwardContext:
     tokens: Tokens
     patch: Patch | None = None             # None: the full latent
     rows: ImageRows | None = None          # of the patch
+    options: ForwardOptions = field(default_factory=ForwardOptions)
+    backend: BackendUse = field(default_factory=BackendUse)       # options.backend as this rank has it
     key_values: KeyValues | None = None    # cache; None: attention is over this forward's tokens
     cached_blocks: range = range(0)
     step: tuple = ()                       # identifies this step of the run: its timesteps
-    extrapolation: float = 0.0             # strength of the extrapolation of stale keys and values; 0: off
     first_image: int = 0                   # in the batch of key_values
     num_images: int = 1
     references: ReferenceUse | None = None                     # use of cached reference keys and values
-    compile_backend: str = ""              # of torch.compile for the blocks; "": eager
-    backend: BackendUse = field(default_factory=BackendUse)       # attention backend
-    attention_exchange: str = WHOLE        # communication dtype of attention's tensors, of specs.EXCHANGES
     exchange: Exchange | None = None       # of displaced patches
     # first row of each rank's band of a U-Net's latent, then the number of rows; None: every rank has all rows
     bands: tuple[int, ...] | None = None
     yield_turn: Callable = lambda: None    # called during an all-reduce: switches to an interleaved forward
     weights_streamed: bool = False         # some blocks' weights are streamed; layers compute for their own block only
     end_block: Callable = lambda block: None           # called after each block: lets interleaved forwards run it
-    # of tensor_parallel.py: results for layers that have not run yet
-    precomputed: dict = field(default_factory=dict)
     receive_message: Callable | None = None  # () -> the previous stage's message; for stages after the first
-    skips: dict = field(default_factory=dict)          # block -> its output, which a later block takes as its skip
-    cuts: dict = field(default_factory=dict)           # this rank's shards of arguments that every block gets
-    # hooks.attention_dispatch.RunningAttention, while in an attention over several ranks
-    attention: Any = None
-    attentions: dict = field(default_factory=dict)     # name -> RunningAttention, of the running compiled block
-    graph_breaks: dict = field(default_factory=dict)   # name -> forward, of the same, see ModelPlan.graph_breaks
-    block: str = ""                        # path of the running compiled block of a U-Net
-    # stream -> (B, T), True for tokens to attend to
-    masks: dict = field(default_factory=dict)
-    # block, by ComfyUI's name for it in patches -> its operation, see specs.Branch
-    operations: dict = field(default_factory=dict)
-    biases: dict = field(default_factory=dict)         # attention -> Family.biases of this forward's image
-    guided: tuple = ()                     # specs.Nag, applied in order to the output of every self-attention
-    free_u: tuple = ()                     # specs.FreeU and Shrink of a U-Net, applied in order
-    skip_sizes: dict = field(default_factory=dict)     # number of a skip -> its rows and columns, with a Shrink
-    tiles: dict = field(default_factory=dict)          # specs.Branch.tiles of its self-attentions
-    networks: tuple = ()                   # (specs.NetworkUse, injected_networks.Network), applied in order
-    text_attention: str = ""               # path of the running attention to the text, of a U-Net
-    scores: Any = None                     # output: specs.Branch.scores of these images
-    # by insertion point (Family.control_shapes): residuals for this rank
-    control: PinnedAhead = field(default_factory=lambda: PinnedAhead({}, CPU))
+    patches: ModelPatches = field(default_factory=ModelPatches)
+    state: HookState = field(default_factory=HookState)
 
     @property
     def is_plain(self):
         """True if blocks run as they are: one rank runs the complete model on the full latent, without patches."""
+        patches = self.patches
         return (self.mesh.sequence_degree == 1 and self.patch is None and self.key_values is None
-                and len(self.blocks) == self.num_blocks and not self.control and not self.operations
-                and not self.guided and not self.networks and not self.biases and self.references is None)
+                and len(self.blocks) == self.num_blocks and not patches.control and not patches.operations
+                and not patches.guided and not patches.networks and not patches.biases and self.references is None)
 
     @property
     def shards_attention(self):
         """True if attention is more than the attention backend on this rank's tokens."""
-        return (self.mesh.sequence_degree > 1 or self.key_values is not None or bool(self.masks)
-                or bool(self.guided) or bool(self.biases) or self.references is not None
-                or any(network.has_two_speakers for _, network in self.networks))
+        patches = self.patches
+        return (self.mesh.sequence_degree > 1 or self.key_values is not None or bool(self.state.masks)
+                or bool(patches.guided) or bool(patches.biases) or self.references is not None
+                or "values" in patches.operations.values()
+                or any(network.has_two_speakers for _, network in patches.networks))
 
     @property
     def opens(self):

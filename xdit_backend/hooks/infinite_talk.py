@@ -18,11 +18,11 @@ EPSILON = 1e-8                             # added to denominators, as in ComfyU
 def locate_speakers(context, query_BNTH, key_BNTH):
     """Compute the tokens' positions between the speakers for the rest of a block, if a network of the forward has two
     speakers. query, key: of the block's self-attention. Every rank of the sequence and tensor axes calls it."""
-    for _, network in context.networks:
+    for _, network in context.patches.networks:
         if network.has_two_speakers:
             assert context.patch is None, "InfiniteTalk's node wraps the sampling, so that every step is synchronous"
             masks = network.weight("masks", torch.float32)
-            context.cuts["speakers"] = _positions(_speaker_scores(context, query_BNTH, key_BNTH, masks), context)
+            context.state.cuts["speakers"] = _positions(_speaker_scores(context, query_BNTH, key_BNTH, masks), context)
 
 
 def audio_positions(num_tokens, device):

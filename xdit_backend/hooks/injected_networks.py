@@ -15,6 +15,7 @@ from ..partition import halved, level_of
 from ..protocol.errors import UnsupportedError
 from . import infinite_talk
 from .block_hooks import token_indices_of
+from .nag import guided
 from .pulid import orthogonalise
 
 # of hypernetworks, names in torch.nn.functional
@@ -87,6 +88,11 @@ class Network:
         """True for InfiniteTalk with two speakers."""
         return "masks" in self._weights
 
+    @property
+    def strengths(self):
+        """Scale, alpha and tau of Normalized Attention Guidance."""
+        return [float(self._spec.settings[name]) for name in ("scale", "alpha", "tau")]
+
     def num_frames(self):
         """Number of the audio's frames."""
         return self._weights["audio"].shape[0]
@@ -141,7 +147,7 @@ class Network:
 
 def add_to_blocks(context, position, outputs):
     """Add the residuals of a forward's networks after a block to this rank's image tokens, in place."""
-    for number, (use, network) in enumerate(context.networks):
+    for number, (use, network) in enumerate(context.patches.networks):
         if use.where != "blocks":
             continue
         tokens = context.tokens
@@ -153,9 +159,9 @@ def add_to_blocks(context, position, outputs):
 
 def _hint(context, number, use, tokens):
     """The control image of a network, for this rank's image tokens."""
-    if ("network", number) not in context.cuts:
-        context.cuts["network", number] = context.control.take(use.image)
-    return context.cuts["network", number].to(tokens.dtype)
+    if ("network", number) not in context.state.cuts:
+        context.state.cuts["network", number] = context.patches.control.take(use.image)
+    return context.state.cuts["network", number].to(tokens.dtype)
 
 
 def install_lllite(block, number, layers, current):
@@ -170,7 +176,7 @@ def _with_lllite(forward, name, current):
     @functools.wraps(forward)
     def with_lllite(tensor):
         context = None if torch.compiler.is_compiling() else current()
-        for number, (use, network) in enumerate(context.networks if context is not None else ()):
+        for number, (use, network) in enumerate(context.patches.networks if context is not None else ()):
             added = (network.of_layer(name, tensor, _hint(context, number, use, tensor)) if use.where == "layers"
                      else None)
             if added is not None:
@@ -187,23 +193,25 @@ def install_audio(block, number, names, current):
 
     def running():
         context = None if torch.compiler.is_compiling() else current()
-        return None if context is None or not any(use.where == "audio" for use, _ in context.networks) else context
+        if context is None or not any(use.where == "audio" for use, _ in context.patches.networks):
+            return None
+        return context
 
     @functools.wraps(normalise)
     def normalised(tokens):
         if context := running():
-            context.cuts["hidden_states"] = tokens             # to which the block will add its attention
+            context.state.cuts["hidden_states"] = tokens       # to which the block will add its attention
         return normalise(tokens)
 
     @functools.wraps(attend)
     def attended(*args, **kwargs):
         found = attend(*args, **kwargs)
         if context := running():
-            before = context.cuts["hidden_states"].to(found.dtype)
-            for use, network in context.networks:
+            before = context.state.cuts["hidden_states"].to(found.dtype)
+            for use, network in context.patches.networks:
                 if use.where == "audio":
                     found = found + network.of_audio(number, before + found, _frames(context, network, found),
-                                                     context.cuts.get("speakers")) * use.strength
+                                                     context.state.cuts.get("speakers")) * use.strength
         return found
     norm.forward, attention.forward = normalised, attended
 
@@ -214,20 +222,58 @@ def _frames(context, network, tokens_BTC):
         raise UnsupportedError("Remove Bernini Conditioning, or InfiniteTalk: InfiniteTalk's audio is for frames of "
                                "the video only, and references have none.")
     key = "audio_frames", network.num_frames()
-    if key not in context.cuts:
+    if key not in context.state.cuts:
         indices, num_tokens = token_indices_of(context, ("image",), tokens_BTC.device)
-        context.cuts[key] = indices // (num_tokens // network.num_frames())
-    return context.cuts[key]
+        context.state.cuts[key] = indices // (num_tokens // network.num_frames())
+    return context.state.cuts[key]
+
+
+def install_guide(attention, current):
+    """Hook an attention to the text (ModelPlan.text_attention) so that networks of a forward guide its output.
+    current(): see install_lllite."""
+    forward = attention.forward
+
+    @functools.wraps(forward)
+    def attended(*args, **kwargs):
+        context = None if torch.compiler.is_compiling() else current()
+        if context is None or not any(use.where == "guide" for use, _ in context.patches.networks):
+            return forward(*args, **kwargs)
+        context.state.guided_attention = attention
+        if hasattr(attention, "changed_text"):                 # attends to an image as well, by torch's own function
+            attention.changed_text = lambda query, out: guide_text(context, query, out, F.scaled_dot_product_attention)
+        output = forward(*args, **kwargs)
+        if hasattr(attention, "changed_text"):
+            attention.changed_text = lambda query, out: out
+        assert context.state.guided_attention is None, "the attention to the text has called no attention function"
+        return output
+    attention.forward = attended
+
+
+def guide_text(context, query_BNTH, out_BNTH, attend):
+    """The output of the running attention to the text, pushed away from that to the texts of a forward's networks
+    (nag.py). attend(query, key, value) -> like query. Every rank of the tensor axis calls it."""
+    attention, context.state.guided_attention = context.state.guided_attention, None
+    for use, network in context.patches.networks:
+        images = [index for index, (kind, _) in enumerate(use.rows) if kind == 0] if use.where == "guide" else []
+        if images:
+            query, positive = query_BNTH[images], out_BNTH[images]
+            text = network.weight("text", query.dtype)
+            key, value = (each.unflatten(2, (-1, query.shape[3])).transpose(1, 2).expand(len(images), -1, -1, -1)
+                          for each in (attention.norm_k(attention.to_k(text)), attention.to_v(text)))
+            out_BNTH = out_BNTH.clone()
+            out_BNTH[images] = guided(positive, attend(query, key, value), network.strengths, (1, 3), context.mesh,
+                                      context.traffic)
+    return out_BNTH
 
 
 def has_layer_networks(context):
     """True if a network changes layers inside blocks, which compiled graphs do not support."""
-    return any(use.where in ("layers", "audio") for use, _ in context.networks)
+    return any(use.where in ("layers", "audio", "guide") for use, _ in context.patches.networks)
 
 
 def with_networks(context, where, which, input_BTC):
     """The input of an attention's key ("0") or value ("1") projection, plus the additions of a forward's networks."""
-    for use, network in context.networks:
+    for use, network in context.patches.networks:
         added = network.of_values(which, input_BTC) if use.where == where else None
         if added is not None:
             input_BTC = input_BTC + added * use.strength
@@ -240,7 +286,7 @@ def with_images(context, block, query_BNTH, out_BNTH, attend):
     image calls it."""
     name, level = block
     own = _own_tokens(context, level, query_BNTH.shape[2])
-    for use, network in context.networks:
+    for use, network in context.patches.networks:
         if use.where != "text":
             continue
         for key, value, mask, first in network.of_images(name, use.rows, query_BNTH):
@@ -285,5 +331,5 @@ def text_attentions(model, num_levels):
 def control_names(context, positions):
     """Names of the entries of a call's `control` that this rank's blocks take, in order: control images of networks,
     and insertion points of ControlNets and the like. positions: BlockPositions of all blocks."""
-    return [*(use.image for use, _ in context.networks if use.image),
+    return [*(use.image for use, _ in context.patches.networks if use.image),
             *(name for position in positions if position.index in context.blocks for name in position.control)]

@@ -10,7 +10,7 @@ from greenlet import getcurrent, greenlet
 def interleave(forwards, contexts, serving, by_block):
     """Run forwards interleaved and return their outputs; each runs until it calls its context's yield_turn.
 
-    serving(context): Hooks.serving. by_block: all run a block before any runs the next.
+    serving(context): ModelHooks.serving. by_block: all run a block before any runs the next.
     """
     outputs, host = {}, getcurrent()
     tasks = [greenlet(forward) for forward in forwards]
@@ -23,7 +23,7 @@ def interleave(forwards, contexts, serving, by_block):
             host.switch()
 
     for index, context in enumerate(contexts):
-        if not context.compile_backend:                        # a graph cannot yield
+        if not context.options.compile_backend:                # a graph cannot yield
             context.yield_turn = host.switch
         if by_block:
             context.end_block = functools.partial(end_block, index)

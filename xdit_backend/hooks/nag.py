@@ -1,5 +1,6 @@
-"""Normalized Attention Guidance (Chen et al. 2025, arXiv 2505.21179): in every self-attention the output for the
-positive prompt is pushed away from that for the negative prompt. Both are in one batch.
+"""Normalized Attention Guidance (Chen et al. 2025, arXiv 2505.21179): the output of attention for the positive prompt
+is pushed away from that for the negative prompt; in self-attention both are in one batch, in attention to the text the
+output for a second text is computed too.
 
 # B batch, N heads, T tokens, H head size, C channels
 """
@@ -20,14 +21,21 @@ def apply_nag(out, nag, dims, tokens=slice(None), also_negative=False, mesh=None
     """
     size = len(out) // nag.num_parts
     positive, negative = (out[index * size:][:size, ..., tokens, :] for index in (nag.positive, nag.negative))
-    guided = positive * nag.scale - negative * (nag.scale - 1)
-    norms = [rows.abs().sum(dims, keepdim=True, dtype=torch.promote_types(out.dtype, torch.float32))
-             for rows in (positive, guided)]
-    if mesh is not None and mesh.degrees["tensor"] > 1:
-        norms = all_reduce(norms, mesh.tensor_group, traffic)
-    of_positive, of_guided = (norm.to(out.dtype).clamp_min(MIN_NORM) for norm in norms)
-    ratio = of_guided / of_positive
-    final = guided * (ratio.clamp_max(nag.tau) / ratio) * nag.alpha + positive * (1 - nag.alpha)
+    final = guided(positive, negative, (nag.scale, nag.alpha, nag.tau), dims, mesh, traffic)
     if also_negative:
         negative.copy_(final)
     positive.copy_(final)
+
+
+def guided(positive, negative, strengths, dims, mesh=None, traffic=None):
+    """Attention's output for the positive prompt, pushed away from that for the negative one. Every rank of the tensor
+    axis calls it. strengths: scale, alpha and tau. Others: see apply_nag."""
+    scale, alpha, tau = strengths
+    far = positive * scale - negative * (scale - 1)
+    norms = [rows.abs().sum(dims, keepdim=True, dtype=torch.promote_types(positive.dtype, torch.float32))
+             for rows in (positive, far)]
+    if mesh is not None and mesh.degrees["tensor"] > 1:
+        norms = all_reduce(norms, mesh.tensor_group, traffic)
+    of_positive, of_far = (norm.to(positive.dtype).clamp_min(MIN_NORM) for norm in norms)
+    ratio = of_far / of_positive
+    return far * (ratio.clamp_max(tau) / ratio) * alpha + positive * (1 - alpha)

@@ -28,22 +28,18 @@ from .block_hooks import (
     token_indices_of,
     with_halos,
 )
-from .compiled_blocks import CompiledBlocks, outside_graphs
-from .interleave import interleave
+from .compiled_blocks import outside_graphs
+from .model_hooks import ModelHooks
 
 
-class Hooks:
-    """The hooks of one model on this rank, and the context of the running forward."""
+class Hooks(ModelHooks):
+    """The hooks of one transformer on this rank."""
 
     def __init__(self, model, plan, splits=(), offloaded=None, on_compile=lambda done, total: None):
-        """splits: of the weights, if they are sharded (checkpoints/tensor_sharding.py). offloaded: the blocks with
-        streamed weights (offload/block_offload.py), or None. on_compile: see CompiledBlocks."""
-        self.plan, self._offloaded = plan, offloaded
-        self._model, self._context = model, None
-        self._attention = AttentionFunctions(lambda: self._context, plan.needs_text)
+        """Arguments as of ModelHooks."""
         blocks = [(block, list_) for list_ in plan.lists for block in model.get_submodule(list_.name)]
-        assert not hasattr(model, "_has_hooks"), "the model has hooks already; a second set would cut streams twice"
-        model._has_hooks = True
+        super().__init__(model, plan, [block for block, _ in blocks], offloaded, on_compile)
+        self._attention = AttentionFunctions(lambda: self._context, plan.needs_text)
         for block, list_ in blocks:
             # some attentions are not modules of the block that runs them
             listed = {find_submodule(block, name) for name in list_.attention | plan.cross_attention} - {None}
@@ -55,7 +51,6 @@ class Hooks:
             install_tensor_hooks(model, plan, splits, self._running)
         self._amax_sync = AmaxSync(model, splits, lambda: self._context)
         self.num_blocks = len(blocks)
-        self._compiled = CompiledBlocks(model, self.num_blocks, on_compile)
         self._skips = plan.skips(self.num_blocks)
         starts = [index == 0 or list_.streams != blocks[index - 1][1].streams
                   for index, (_, list_) in enumerate(blocks)] + [True]
@@ -89,6 +84,8 @@ class Hooks:
         injected_networks.install_lllite(block, position.number, plan.lllite_targets, lambda: self._context)
         if plan.audio_attention:
             injected_networks.install_audio(block, position.number, plan.audio_attention, lambda: self._context)
+        if plan.text_attention:
+            injected_networks.install_guide(block.get_submodule(plan.text_attention), lambda: self._context)
         for path in plan.graph_breaks:
             module = find_submodule(block, path)
             if module is not None:
@@ -117,25 +114,8 @@ class Hooks:
 
     def _running(self):
         """The context of the running forward, for layers that communicate with other ranks."""
-        assert self._context is not None, "the model's weights are sharded: run its forward through Hooks.run"
+        assert self._context is not None, "the model's weights are sharded: run its forward through ModelHooks.run"
         return self._context
-
-    def run(self, context):
-        """Run the model's forward for a context. Every rank of the sequence axes calls it.
-
-        Returns (output of the forward, None) on the last stage, else (None, message for the next stage, one flat
-        tensor).
-        """
-        self._begin_blocks([context])
-        with self.serving(context):
-            return self._forward(context)
-
-    def run_in_turn(self, contexts):
-        """Run several forwards interleaved: during the all-reduces of one, the next computes; with streamed weights all
-        run a block before any runs the next. Returns a list of `run`'s results."""
-        self._begin_blocks(contexts)
-        forwards = [functools.partial(self._forward, context) for context in contexts]
-        return interleave(forwards, contexts, self.serving, self._offloaded is not None)
 
     def _forward(self, context):
         with running(self._attention):
@@ -144,11 +124,8 @@ class Hooks:
             except StageEnd as end:
                 return None, end.message
 
-    def _begin_blocks(self, contexts):
-        if self._offloaded is not None:
-            for context in contexts:
-                context.weights_streamed = True
-            self._offloaded.begin(contexts[0].blocks, len(contexts))
+    def _blocks_of(self, context):
+        return context.blocks
 
     def own_control(self, control, context):
         """This rank's tokens of the residuals and control images that its blocks use, in the order of their use.
@@ -157,22 +134,19 @@ class Hooks:
                 for name in injected_networks.control_names(context, self._positions) if name in control}
 
     def message_units(self, block):
-        """Streams of each tensor in the message that one stage sends to the next before `block`."""
+        """See ModelHooks.message_units."""
         positions, skips = self._positions, self._skips_over(block)
         return [*positions[block - 1].list_.returns, *(positions[source].with_image for source in skips)]
 
     @contextmanager
     def serving(self, context):
-        """Context in which the model's forward runs for this ForwardContext."""
+        """See ModelHooks.serving."""
         tokens = context.tokens
         check_shards(tokens.counts["image"] // tokens.row, context.mesh.sequence_degree,
                      "rows of tokens" if self.plan.row_count_argument else "tokens")
         self._amax_sync.meet(context)
-        self._context = context
-        try:
+        with super().serving(context):
             yield
-        finally:
-            self._context = None
 
     def _skips_over(self, block):
         """Earlier blocks whose outputs are skips of this block or later ones."""
@@ -194,33 +168,22 @@ class Hooks:
             if position.index < context.blocks.start:
                 return position.returned(self._pass_block(context, position, arguments))
             name = f"{position.index + 1} of {self.num_blocks}"
-            with context.traffic.at_block(name), self._weights_resident(context, position):
+            with context.traffic.at_block(name), self._weights_resident(context, position.index):
                 if context.is_plain:                           # attention without a mask is faster
                     return self._run_forward(forward, context, position, arguments | unmasked)
                 outputs = self._run_block(forward, context, position, arguments)
             if position.index + 1 == context.blocks.stop < self.num_blocks:
                 shards = [*outputs.values(),
-                          *(context.skips[source] for source in self._skips_over(context.blocks.stop))]
+                          *(context.state.skips[source] for source in self._skips_over(context.blocks.stop))]
                 raise StageEnd(token_shards_io.pack(shards, self.message_units(context.blocks.stop), context.tokens))
             return position.returned(self._join_streams(context, position, outputs) if position.ends else outputs)
         return block
 
     def _run_forward(self, forward, context, position, arguments):
-        if (context.compile_backend and not injected_networks.has_layer_networks(context)
+        if (context.options.compile_backend and not injected_networks.has_layer_networks(context)
                 and self._amax_sync.suits_graphs(context.tokens, position.list_.streams.values())):
             return self._compiled.run(position.index, forward, context, arguments)
         return forward(**arguments)
-
-    @contextmanager
-    def _weights_resident(self, context, position):
-        """Context in which a block runs and its streamed weights are on the device."""
-        if self._offloaded is None:
-            yield
-            return
-        self._offloaded.enter(position.index)
-        yield
-        self._offloaded.leave(position.index)
-        context.end_block(position.index)
 
     def _pass_block(self, context, position, arguments):
         """Output of an earlier stage's block that this rank skips: for the last one it comes from that stage's message,
@@ -234,7 +197,7 @@ class Hooks:
         shards = token_shards_io.unpack(context.receive_message(), units, image.shape[0], widths, context.tokens,
                                 self.plan.needs_text)
         arrived = dict(zip(position.list_.returns, shards))
-        context.skips.update(zip(self._skips_over(context.blocks.start), shards[len(arrived):]))
+        context.state.skips.update(zip(self._skips_over(context.blocks.start), shards[len(arrived):]))
         return self._join_streams(context, position, arrived) if position.ends else arrived
 
     def _run_block(self, forward, context, position, arguments):
@@ -256,24 +219,25 @@ class Hooks:
         if self.plan.token_index_argument:
             name, streams = self.plan.token_index_argument
             device = arguments[next(iter(list_.streams))].device
-            arguments[name] = context.cuts.setdefault(name, token_indices_of(context, streams, device))
+            arguments[name] = context.state.cuts.setdefault(name, token_indices_of(context, streams, device))
         if position.index in self._skips:
-            arguments[self.plan.skip_name] = context.skips[self._skips[position.index]]
-        if context.operations.get(f"{list_.patched}_block.{position.number}") == "skip":
+            arguments[self.plan.skip_name] = context.state.skips[self._skips[position.index]]
+        if context.patches.operations.get(position.patched) == "skip":
             outputs = {streams: arguments[name] for name, streams in list_.streams.items()}
             output = tuple(outputs[streams] for streams in list_.returns)
         else:
             output = self._run_forward(forward, context, position, arguments)
         outputs = dict(zip(list_.returns, output if isinstance(output, tuple) else (output,)))
         if position.index in self._skips.values():
-            context.skips[position.index] = outputs[position.with_image]
+            context.state.skips[position.index] = outputs[position.with_image]
         injected_networks.add_to_blocks(context, position, outputs)
-        for control in filter(context.control.__contains__, position.control):
+        for control in filter(context.patches.control.__contains__, position.control):
             image = outputs[position.with_image]
             # added to the skip, not to the next block's input
             if self._skips:
-                image = context.skips[position.index] = image.clone()
-            token_shards_io.add_to_image(image, position.with_image, context.control.take(control), context.tokens)
+                image = context.state.skips[position.index] = image.clone()
+            residual = context.patches.control.take(control)
+            token_shards_io.add_to_image(image, position.with_image, residual, context.tokens)
         return outputs
 
     def _join_streams(self, context, position, shards):
@@ -286,20 +250,20 @@ class Hooks:
     def _cut_once(self, context, position, value, argument):
         """Cut an argument that every block gets, such as rotary tables, once a forward."""
         key = id(value), id(argument)
-        if key not in context.cuts:
+        if key not in context.state.cuts:
             cut = functools.partial(position.cut, context.tokens, self.plan.needs_text)
             if isinstance(value, (tuple, list)):
                 arguments = argument if isinstance(argument, tuple) else (argument,) * len(value)
                 result = tuple(map(cut, value, arguments))
             else:
                 result = cut(value, argument)
-            context.cuts[key] = (value, result)                # the reference to `value` keeps its id from being reused
-        return context.cuts[key][1]
+            context.state.cuts[key] = (value, result)          # the reference to `value` keeps its id from being reused
+        return context.state.cuts[key][1]
 
     def _read_once(self, context, mask, streams):
-        if id(mask) not in context.cuts:
-            context.cuts[id(mask)] = mask
-            context.masks.update(read_mask(mask, streams, context.tokens))
+        if id(mask) not in context.state.cuts:
+            context.state.cuts[id(mask)] = mask
+            context.state.masks.update(read_mask(mask, streams, context.tokens))
 
     # --- cached modules, unrounded inputs, positions ---
 
@@ -348,9 +312,9 @@ class Hooks:
             context = self._context
             if context is None or not context.shards_attention:
                 return forward(*args, **kwargs)
-            context.attention = running = RunningAttention(module, position, name, *streams)
+            context.state.attention = running = RunningAttention(module, position, name, *streams)
             output = forward(*args, **kwargs)
-            context.attention = None
+            context.state.attention = None
             running.refuse_uncalled()
             return output
         return hooked

@@ -20,16 +20,15 @@ from ..distributed.custom_ops import attention, running
 from ..distributed.group_norm import group_norm_rows
 from ..distributed.spatial_ops import Convolution, input_rows
 from ..parallel.displaced import StaleSplit, of_all_rows
-from ..partition import attended, halved, in_block, level_of, unet_blocks
+from ..partition import attended, cut_bands, halved, in_block, level_of, unet_blocks
 from ..protocol.errors import UnsupportedError
-from ..protocol.specs import Shrink
-from .compiled_blocks import CompiledBlocks
+from ..protocol.specs import Blur, Shrink
 from .function_overrides import FunctionOverrides, functional, torch_with
 from .injected_networks import text_attentions, with_images, with_networks
-from .interleave import interleave
+from .model_hooks import ModelHooks
 from .nag import apply_nag
 from .unet_compiled import GraphRows
-from .unet_patches import ControlBlocks, ShrinkBlocks, as_large, attend_in_tiles, free_u
+from .unet_patches import ControlBlocks, ShrinkBlocks, as_large, attend_in_tiles, blurred, free_u
 
 
 @dataclass(frozen=True)
@@ -37,25 +36,19 @@ class RunningSelfAttention:
     """The self-attention that a forward is in."""
 
     split: StaleSplit | None               # of its image over the ranks; None: every rank has all rows
-    operation: str | None                  # what it does instead, see specs.Branch
+    operation: str | Blur | None           # what it does instead, see specs.Branch
 
 
-class UNetHooks:
-    """The hooks of one U-Net on this rank, and the context of the running forward."""
+class UNetHooks(ModelHooks):
+    """The hooks of one U-Net on this rank."""
 
-    num_blocks = 0
-
-    def __init__(self, model, plan, offloaded=None, on_compile=lambda done, total: None):
-        """offloaded: the blocks with streamed weights (offload/block_offload.py), or None. on_compile: see
-        CompiledBlocks."""
-        self.plan, self._model, self._context, self._offloaded = plan, model, None, offloaded
-        assert not hasattr(model, "_has_hooks"), "the model has hooks already; a second set would call the first"
-        model._has_hooks = True
+    def __init__(self, model, plan, splits=(), offloaded=None, on_compile=lambda done, total: None):
+        """Arguments as of ModelHooks."""
+        assert not splits, "U-shaped networks are not sharded"
+        paths, attentions = unet_blocks(model), attended(model)
+        super().__init__(model, plan, list(map(model.get_submodule, paths)), offloaded, on_compile)
         self.num_levels = plan.num_levels(model.config)
         self.counts = {"convolution": 0, "group norm": 0, "self-attention": 0, "of text": 0}
-        paths, attentions = unet_blocks(model), attended(model)
-        self._blocks = list(map(model.get_submodule, paths))
-        self._compiled = CompiledBlocks(model, len(self._blocks), on_compile)
         # of the running forward, if blocks are compiled; name of the attention being traced into a graph
         self._graph_rows, self._graph_attention = None, ""
         self._text_attentions = text_attentions(model, self.num_levels)
@@ -84,50 +77,23 @@ class UNetHooks:
             for number, block in enumerate(self._blocks):
                 block.forward = self._hook_block(block.forward, number)
 
-    def run(self, context):
-        """Run the model's forward for a context. Every rank of the displaced axis calls it.
-
-        Returns (output of the forward, None), like Hooks.run; if the context has bands, this rank's rows of it.
-        """
-        self._begin_blocks(1)
-        with self._serving(context):
-            return self._forward(context), None
-
     def _forward(self, context):
         with running(self):
-            return self._model(**context.inputs, return_dict=False)[0]
-
-    def run_in_turn(self, contexts):
-        """Run several forwards interleaved: all run a block, whose weights are streamed, before any runs the next.
-        Returns a list of `run`'s results."""
-        self._begin_blocks(len(contexts))
-        forwards = [functools.partial(self._forward, context) for context in contexts]
-        return [(output, None) for output in interleave(forwards, contexts, self._serving, True)]
+            return self._model(**context.inputs, return_dict=False)[0], None
 
     @contextmanager
-    def _serving(self, context):
-        """Context in which the model's forward runs for this ForwardContext."""
-        self._context = context
-        self._graph_rows = GraphRows.of(context, self.num_levels) if context.compile_backend else None
-        try:
+    def serving(self, context):
+        """See ModelHooks.serving."""
+        self._graph_rows = GraphRows.of(context, self.num_levels) if context.options.compile_backend else None
+        with super().serving(context):
             yield
-        finally:
-            self._context = None
-
-    def _begin_blocks(self, num_forwards):
-        if self._offloaded is not None:
-            self._offloaded.begin(range(len(self._blocks)), num_forwards)
 
     def _hook_block(self, forward, number):
         """Run a block while its streamed weights are on the device."""
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
-            self._offloaded.enter(number)
-            output = forward(*args, **kwargs)
-            self._offloaded.leave(number)
-            if self._context is not None:
-                self._context.end_block(number)
-            return output
+            with self._weights_resident(self._context, number):
+                return forward(*args, **kwargs)
         return hooked
 
     def _hook_convolution(self, name, module, level, inner):
@@ -172,10 +138,12 @@ class UNetHooks:
             if context is None:
                 return forward(*args, **kwargs)
             with context.traffic.at_block(path):
-                if (not context.compile_backend or context.operations or context.guided or context.free_u    # eager
-                        or any(use.where != "text" for use, _ in context.networks) or context.tiles):
+                patches = context.patches
+                is_eager = (patches.operations or patches.guided or patches.free_u or patches.tiles
+                            or any(use.where != "text" for use, _ in patches.networks))
+                if not context.options.compile_backend or is_eager:
                     return forward(*args, **kwargs)
-                context.block = path
+                context.state.block = path
                 return self._compiled.run(index, forward, context, {**dict(zip(names, args)), **kwargs})
         return hooked
 
@@ -190,6 +158,10 @@ class UNetHooks:
             layers[name] = StaleSplit(halved(context.bands, level), context.exchange.group, context.traffic,
                                       exchange=context.exchange, key=name)
         return layers[name]
+
+    def bands_of(self, exchange, num_rows, mesh):
+        """See ModelHooks.bands_of."""
+        return cut_bands(num_rows, exchange.num_ranks, 2 ** (self.num_levels - 1), mesh.sequence_speeds)
 
     def own_control(self, control, context):
         """See ControlBlocks.own."""
@@ -207,11 +179,13 @@ class UNetHooks:
         return hooked
 
     def _hook_self_attention(self, forward, name, level, inner):
-        """Those of the middle block may return their values or write their scores. inner: name in the block of one over
-        the rows of its image; "" for others."""
+        """They may return their values, blur their queries, and those of the middle block may write their scores.
+        inner: name in the block of one over the rows of its image; "" for others."""
         number = re.search(r"transformer_blocks\.(\d+)\.", name)
         # an operation on one block takes precedence over one on all
         points = (f"middle.0.{number[1]}", "middle.0") if name.startswith("mid_block.") else ()
+        point, _ = self._text_attentions.get(f"{name.removesuffix('attn1')}attn2", ("", 0))
+        points = points or (point, point.rpartition(".")[0])
 
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
@@ -223,13 +197,14 @@ class UNetHooks:
             context = self._context
             if context is None:
                 return forward(*args, **kwargs)
-            operation = next((context.operations[point] for point in points if point in context.operations), None)
+            operations, tiles = context.patches.operations, context.patches.tiles
+            operation = next((operations[point] for point in points if point in operations), None)
             split = self._split(name, level) if self._is_split and inner else None
-            if split is not None or operation is not None or context.tiles and inner:
-                context.attention = RunningSelfAttention(split, operation)
+            if split is not None or operation is not None or tiles and inner:
+                context.state.attention = RunningSelfAttention(split, operation)
             output = forward(*args, **kwargs)
-            context.attention = None
-            for nag in context.guided:
+            context.state.attention = None
+            for nag in context.patches.guided:
                 apply_nag(output, nag, -1)
             return output
         return hooked
@@ -245,9 +220,9 @@ class UNetHooks:
             context = self._context
             if context is None:
                 return forward(*args, **kwargs)
-            context.text_attention = name
+            context.state.text_attention = name
             output = forward(*args, **kwargs)
-            context.text_attention = ""
+            context.state.text_attention = ""
             return output
         return hooked
 
@@ -266,17 +241,21 @@ class UNetHooks:
             return attention(query, key, value, attn_mask, self._graph_attention, is_causal, scale)
         if self._context is None:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
-        now = self._context.attention
+        now = self._context.state.attention
         if now is None:
-            return self._attend(self._context.text_attention, query, key, value, attn_mask, is_causal, scale)
+            return self._attend(self._context.state.text_attention, query, key, value, attn_mask, is_causal, scale)
         if now.operation == "values":
             return value
+        if isinstance(now.operation, Blur):
+            assert now.split is None, "the host rejects blurred queries where a rank has some of the rows"
+            query = blurred(query, now.operation)
         if now.split is not None:
             key, value = of_all_rows(key, value, now.split, attn_mask is not None or is_causal)
         if now.operation == "scores":
             self._write_scores(query, key)
-        if str(query.shape[2]) in self._context.tiles:
-            return attend_in_tiles(self._context.tiles[str(query.shape[2])], query, key, value, lambda *each: attend(
+        tiles = self._context.patches.tiles.get(str(query.shape[2]))
+        if tiles is not None:
+            return attend_in_tiles(tiles, query, key, value, lambda *each: attend(
                 *each, self._context.backend, attn_mask, is_causal, scale))
         return attend(query, key, value, self._context.backend, attn_mask, is_causal, scale)
 
@@ -284,7 +263,7 @@ class UNetHooks:
         """attend, plus what networks add to an attention to the text. name: its path, or ""."""
         query, key, value, mask, is_causal, scale = arguments
         out = attend(query, key, value, self._context.backend, mask, is_causal, scale)
-        if name not in self._text_attentions or not self._context.networks:
+        if name not in self._text_attentions or not self._context.patches.networks:
             return out
         return with_images(self._context, self._text_attentions[name], query, out,
                              lambda *each: attend(*each, self._context.backend, None, False, scale))
@@ -292,21 +271,21 @@ class UNetHooks:
     def attention_of_graph(self, query, key, value, mask, name, is_causal, scale):
         """_scaled_dot_product_attention of a compiled block. name: of an attention to the text, or a self-attention of
         rows, in the running block; "" for one without communication."""
-        path = f"{self._context.block}.{name}"
+        path = f"{self._context.state.block}.{name}"
         if name and path not in self._text_attentions:
             key, value = of_all_rows(key, value, self.split_of_graph(name), mask is not None or is_causal)
         return self._attend(path, query, key, value, mask, is_causal, scale)
 
     def split_of_graph(self, name):
         """For custom ops: the StaleSplit of a layer, by its name in the running block."""
-        path = f"{self._context.block}.{name}"
+        path = f"{self._context.state.block}.{name}"
         return self._split(path, level_of(path, self.num_levels))
 
     def _write_scores(self, query, key):
         """Write the attention probability of each key, summed over this rank's queries."""
         probabilities = (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).softmax(-1, dtype=torch.float32)
         rank = 0 if self._context.bands is None else self._context.exchange.rank
-        self._context.scores[rank].copy_(probabilities.mean(1).sum(1))
+        self._context.patches.scores[rank].copy_(probabilities.mean(1).sum(1))
 
     def _hook_of_text(self, module, forward, key):
         @functools.wraps(forward)
@@ -328,7 +307,7 @@ class UNetHooks:
 
     def _join(self, tensors, dim=0):
         """torch.cat, which joins the hidden states of an up block with a skip; Deep Shrink and FreeU change both."""
-        for settings in () if self._context is None else self._context.free_u:
+        for settings in () if self._context is None else self._context.patches.free_u:
             tensors = (as_large if isinstance(settings, Shrink) else free_u)(*tensors, settings)
         return torch.cat(tensors, dim)
 

@@ -1,8 +1,9 @@
-"""U-Net patches of ComfyUI's nodes: ControlNet residuals, Deep Shrink, HyperTile and FreeU.
+"""U-Net patches of ComfyUI's nodes: ControlNet residuals, Deep Shrink, HyperTile, FreeU and blurred queries.
 
 # B batch or images, C channels, H rows, W columns; N heads, T tokens, H head size of attention
 """
 import functools
+import math
 
 import torch
 import torch.nn.functional as F
@@ -58,9 +59,9 @@ class ControlBlocks:
     def _added(self, tensor_BCHW, point):
         """The tensor plus the residual of this insertion point, if any."""
         context = self._running()
-        if context is None or point not in context.control:
+        if context is None or point not in context.patches.control:
             return tensor_BCHW
-        return (tensor_BCHW + context.control.take(point)).to(tensor_BCHW.dtype)
+        return (tensor_BCHW + context.patches.control.take(point)).to(tensor_BCHW.dtype)
 
 
 class ShrinkBlocks:
@@ -90,7 +91,7 @@ class ShrinkBlocks:
                 return output
             image, *rest = output if isinstance(output, tuple) else (output,)
             image = self._shrunk(image, number, False)
-            self._running().skip_sizes[number] = image.shape[2:]
+            self._running().state.skip_sizes[number] = image.shape[2:]
             return (image, *rest) if isinstance(output, tuple) else image
         return hooked
 
@@ -108,13 +109,13 @@ class ShrinkBlocks:
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
             if self._settings() and following >= 0:
-                kwargs["upsample_size"] = self._running().skip_sizes[following]
+                kwargs["upsample_size"] = self._running().state.skip_sizes[following]
             return forward(*args, **kwargs)
         return hooked
 
     def _settings(self):
         context = self._running()
-        return () if context is None else [each for each in context.free_u if isinstance(each, Shrink)]
+        return () if context is None else [each for each in context.patches.free_u if isinstance(each, Shrink)]
 
     def _shrunk(self, image_BCHW, number, is_after_skip):
         for shrink in self._settings():
@@ -162,6 +163,25 @@ def _scale_low_frequencies(skip_BCHW, scale):
     row, column = (length // 2 for length in skip_BCHW.shape[-2:])
     frequencies[..., row - 1:row + 1, column - 1:column + 1] *= scale
     return torch.fft.ifftn(torch.fft.ifftshift(frequencies, dim=(-2, -1)), dim=(-2, -1)).real.to(skip_BCHW.dtype)
+
+
+def blurred(query_BNTH, blur):
+    """Queries of all tokens of an image for Smoothed Energy Guidance (Hong 2024, arXiv 2408.00760). blur: a
+    specs.Blur."""
+    batch, heads, tokens, size = query_BNTH.shape
+    if blur.sigma < 0:
+        return query_BNTH.mean(2, keepdim=True).expand_as(query_BNTH)
+    aspect = blur.columns / blur.rows
+    rows = round((tokens / aspect) ** 0.5) if aspect >= 1 else tokens // round((tokens * aspect) ** 0.5)
+    image = query_BNTH.transpose(2, 3).reshape(batch, heads * size, rows, -1)
+    columns = image.shape[3]
+    taps = min(math.ceil(6 * blur.sigma) // 2 * 2 + 1, columns + 1 - columns % 2)     # an odd number
+    offsets = torch.arange(taps, device=image.device) - taps // 2
+    weights = torch.exp(-0.5 * (offsets / blur.sigma) ** 2)
+    weights = (weights / weights.sum()).to(image.dtype)
+    kernel = (weights[:, None] * weights).expand(image.shape[1], 1, -1, -1)
+    image = F.conv2d(F.pad(image, [taps // 2] * 4, mode="reflect"), kernel, groups=image.shape[1])
+    return image.reshape(batch, heads, size, tokens).transpose(2, 3)
 
 
 def attend_in_tiles(tile, query_BNTH, key_BNTH, value_BNTH, attend):

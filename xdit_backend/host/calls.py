@@ -34,10 +34,7 @@ class Call:
     cached: specs.CachedReferences | None = None
     # conditioning that is not sent, since its keys and values are cached
     left_out: dict[str, torch.Tensor] = field(default_factory=dict)
-    compile_backend: str = ""              # of torch.compile, for the blocks; "": not compiled
-    backend: specs.BackendChoice = field(default_factory=specs.BackendChoice)          # attention backend
-    exchange: str = specs.WHOLE            # communication dtype of attention, one of specs.EXCHANGES
-    copies: specs.WeightCopies = field(default_factory=specs.WeightCopies)             # of streamed weights
+    options: specs.ForwardOptions = field(default_factory=specs.ForwardOptions)
 
     @property
     def given(self):
@@ -63,7 +60,6 @@ class ForwardPass:
     # cache keys and values, or other ranks' activations, for later calls with the same conditioning
     keep: bool = False
     by_image: bool = False                 # pipeline the images of a batch through the stages
-    extrapolation: float = 0.0             # docs/design/pipefusion.md; the same for all calls of a run
     stale: bool = False                    # displaced patches: use other ranks' activations from the last call
     displaced_mode: str = "corrected_async_gn"                 # key of specs.MODES
 
@@ -120,5 +116,5 @@ def refuse_unusable(backend, unusable, devices):
     if backend.is_required:
         for rank, why in sorted((rank, whys.get(backend.name, "")) for rank, whys in unusable.items()):
             if why:
-                raise UnsupportedError(f"Set attention to sdpa in xDiT Parallel Config: {backend.name} on "
-                                       f"{devices[rank]} {why}.")
+                raise UnsupportedError("Install the package, or select another attention in xDiT Parallel Config and "
+                                       f"in nodes that select one: {backend.name} on {devices[rank]} {why}.")

@@ -90,7 +90,7 @@ class Client:
         for _, network in (pair for call in calls for pair in call.networks):
             self.networks.load(network)
         group = self.workers.holding
-        refuse_unusable(calls[0].backend, group.unusable_backends, self.devices)
+        refuse_unusable(calls[0].options.backend, group.unusable_backends, self.devices)
         names = [call.name or self._name(call.conditioning, run, group) for call in calls]
         self._runs[run].keep_alongside({name for call in calls if call.cached and call.cached.fills
                                         for name, _ in call.cached.rows})
@@ -106,9 +106,7 @@ class Client:
         answering = None if spec.weights_memory else last_stage_ranks(layout, len(self.devices))
         request = group.post(
             lambda request: messages.Predict(request, spec.name, layout, branches, **vars(forward),
-                                             speeds=self.workers.speeds, compile_backend=calls[0].compile_backend,
-                                             backend=calls[0].backend, exchange=calls[0].exchange,
-                                             copies=calls[0].copies),
+                                             speeds=self.workers.speeds, options=calls[0].options),
             segments, answering, self._step)
         return CallHandle(group, request, tuple(predictions), tuple(extra_outputs))
 

@@ -5,27 +5,32 @@ workers inherit and that affect devices and links.
 """
 
 import importlib.metadata
+import mmap
 import os
 import platform
 import shutil
 import time
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 
+from .. import system
 from ..memory.system_memory import available_memory
 from ..protocol.devices import resolve_devices
 from ..protocol.errors import XDiTError
-from ..protocol.messages import ReportMemory
+from ..protocol.messages import JOINING, Probe, ReportMemory
 from . import logs
 from .launcher import WorkerGroup
 from .preflight import num_cuda_devices
 from .torchrun import INHERITED, INHERITED_PREFIXES
 
 PACKAGES = ("torch", "diffusers", "accelerate", "safetensors", "transformers", "pydantic", "greenlet", "gguf",
-            "comfyui-frontend-package", "flash-attn", "flash-attn-3", "sageattention", "xformers")
+            "comfy-kitchen", "comfyui-frontend-package", "flash-attn", "flash-attn-3", "sageattention", "xformers")
 TELLING = ("CUDA", "NVIDIA", "HIP", "ROCR", "HSA", "NCCL", "OMP", "MKL", "XDIT")       # prefixes of the names
 SMALL_SHARED_MEMORY = 2 ** 30
+EXCHANGE_BYTES = 2 ** 24                   # of worker/device_probe.py's large messages
+LOCK_STEP_BYTES = 2 ** 28
 
 
 def add_arguments(parser):
@@ -39,6 +44,8 @@ def main(options):
                 "Environment": environment(), "Other machines": logs.machines(), "Last errors": logs.last_errors()}
     if not options.no_workers:
         names = resolve_devices(options.devices, num_cuda_devices())
+        if any(name.startswith("cuda") for name in names):
+            sections["Machine"] += page_lock_limit()
         sections["Workers"] = workers(names)
     for title, lines in sections.items():
         print(f"{title}\n" + "\n".join(f"  {line}" for line in lines or ["none"]))
@@ -55,9 +62,7 @@ def package_versions(packages):
 
 
 def versions():
-    system = f"{platform.system()} {platform.release()}" + (" (WSL)" if "microsoft" in platform.release().lower()
-                                                            else "")
-    return [f"Python {platform.python_version()} on {system}, {platform.machine()}",
+    return [f"Python {platform.python_version()} on {system.description()}, {platform.machine()}",
             *(f"{name} {version}" for name, version in package_versions(PACKAGES).items())]
 
 
@@ -66,13 +71,14 @@ def machine():
     available, limit = available_memory()
     total = psutil.virtual_memory().total
     of = f" of the machine's {gigabytes(total)}" if limit < total else ""
-    lines = [f"{os.cpu_count()} CPU cores", f"memory {gigabytes(limit)}{of}, {gigabytes(available)} available",
-             f"swap {gigabytes(psutil.swap_memory().total)}"]
+    lines = [f"{os.cpu_count()} CPU cores", f"memory {gigabytes(limit)}{of}, {gigabytes(available)} available"]
+    with suppress(RuntimeError):                               # Windows without performance counters
+        lines.append(f"swap {gigabytes(psutil.swap_memory().total)}")
     if os.path.isdir("/dev/shm"):
         total, _, free = shutil.disk_usage("/dev/shm")
         small = " (small: in Docker, --shm-size=2g)" if total < SMALL_SHARED_MEMORY else ""
         lines.append(f"shared memory {gigabytes(total)}, {gigabytes(free)} free{small}")
-    return lines
+    return lines + system.facts(num_cuda_devices())
 
 
 def devices():
@@ -103,12 +109,44 @@ def environment():
     return [f"{name} is set" for name in sorted(taken_over) if name.startswith(TELLING)]
 
 
-def workers(names):
-    started_s = time.monotonic()
+def page_lock_limit(lock=None, unlock=None, max_bytes=None):
+    """Page-lock system RAM in steps until that fails, or half of the free RAM is locked, and release it.
+
+    lock(address, num_bytes) returns CUDA's error code.
+    """
+    cuda = torch.cuda.cudart() if lock is None else None
+    lock = lock or (lambda address, num_bytes: int(cuda.cudaHostRegister(address, num_bytes, 0)))
+    unlock = unlock or (lambda address: cuda.cudaHostUnregister(address))
+    max_bytes = available_memory()[0] // 2 if max_bytes is None else max_bytes
+    locked, code = [], 0
     try:
-        group = WorkerGroup(names)
+        while (len(locked) + 1) * LOCK_STEP_BYTES <= max_bytes:
+            memory = torch.frombuffer(mmap.mmap(-1, LOCK_STEP_BYTES), dtype=torch.uint8)   # begins at a page
+            code = lock(memory.data_ptr(), LOCK_STEP_BYTES)
+            if code:
+                break
+            locked.append(memory)
+    finally:
+        for memory in locked:
+            unlock(memory.data_ptr())
+        if cuda is not None:
+            with suppress(RuntimeError):                       # clears the error that the next CUDA call would raise
+                torch.zeros(1, device="cuda")
+    found = gigabytes(len(locked) * LOCK_STEP_BYTES)
+    return [f"page-locked memory: stops at {found} (CUDA error {code})" if code else
+            f"page-locked memory: {found} can be locked, half of what is free"]
+
+
+def workers(names):
+    started_s, joined_s = time.monotonic(), []
+
+    def note(phase):
+        if phase.text == JOINING:
+            joined_s.append(time.monotonic() - started_s)
+    try:
+        group = WorkerGroup(names, note)
         try:
-            memory = group.request(ReportMemory)
+            memory, exchange = group.request(ReportMemory), exchanged(group)
         finally:
             group.close()
     except XDiTError as error:
@@ -116,9 +154,23 @@ def workers(names):
     return [f"start on {', '.join(names)} in {time.monotonic() - started_s:.1f} s, and answer",
             f"are separate programs, not forked: {group.why_not_forked}" if group.why_not_forked
             else "are forked from one process",
+            *([f"import their libraries in {max(joined_s):.1f} s (longer with an antivirus that scans them)"]
+              if joined_s else []),
+            *exchange,
             *group.warnings,
             *(f"rank {rank} ({names[rank]}): {gigabytes(done.numbers['free_bytes'])} free"
               for rank, done in sorted(memory.items()))]
+
+
+def exchanged(group):
+    """Measure how fast all ranks send to their neighbours at once; [] for one rank."""
+    count = len(group.devices)
+    if count == 1:
+        return []
+    measured = group.request(lambda request: Probe(request, "float32"))
+    seconds = max(done.numbers[f"hop {count} large_s"] for done in measured.values())
+    return [f"exchange {EXCHANGE_BYTES / 2 ** 20:.0f} MiB with a neighbour at {EXCHANGE_BYTES / seconds / 1e9:.2f} "
+            f"GB/s each way"]
 
 
 def gigabytes(num_bytes):

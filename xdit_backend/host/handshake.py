@@ -2,16 +2,16 @@
 
 import math
 import multiprocessing.connection as connection
-import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
 
+from .. import system
 from ..protocol import timeouts
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerStartError
-from ..protocol.messages import JOINING, TRYING_LINKS, Phase, Ready, StartFailed
+from ..protocol.messages import JOINING, STARTING, TRYING_LINKS, Phase, Ready, StartFailed
 from .exit_report import ExitReport
 from .startup_watchdog import HELP, TORCHRUN, StartMonitor, describe_exit
 from .supervisor import WorkerProcesses
@@ -61,7 +61,6 @@ class Handshake:
         Raises WorkerStartError, or LinkError if another transport may help.
         """
         devices = self._group_start.devices
-        self._on_phase(Phase(0, "starting workers", 0, len(devices)))
         while len(self._channels) < len(devices):
             self._check()
             self._check_machines()
@@ -132,7 +131,7 @@ class Handshake:
             if message.rank in self._group_start.own:          # another machine's pid would be some other process here
                 with suppress(psutil.NoSuchProcess):
                     self._workers[message.rank] = psutil.Process(message.pid)
-            self._on_phase(Phase(message.rank, "starting workers", len(self._channels), len(self._group_start.devices)))
+            self._on_phase(Phase(message.rank, STARTING, len(self._channels), len(self._group_start.devices)))
 
     def _check_failed(self, has_ended):
         """Raise the cause of a failed start as soon as it is known. has_ended: torchrun has ended."""
@@ -165,9 +164,9 @@ def cause_of(failures, exit_code):
     """Return the StartFailed that caused the failed start; None if the exit of the first ended worker did.
 
     A rank that reports a failure stays alive until it is ended, so it does not make other ranks exit. A link failure
-    may be the result of another rank's exit, except after SIGABRT: gloo aborts a process when a peer breaks off a
+    may be the result of another rank's exit, except after abort(): gloo aborts a process when a peer breaks off a
     transfer. exit_code: of the worker that ended first; None: none ended, or unknown.
     """
     own = [message for message in failures if not message.by_links]
-    by_links = failures if exit_code in (None, -signal.SIGABRT) else []
+    by_links = failures if exit_code in (None, system.ABORTED) else []
     return min(own or by_links, key=lambda message: message.rank, default=None)

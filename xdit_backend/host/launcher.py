@@ -9,19 +9,18 @@ import functools
 import logging
 import multiprocessing.connection as connection
 import os
-import sys
 import threading
 import time
 from contextlib import suppress
 
 from ..protocol import timeouts
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerDiedError, WorkerStartError, XDiTError
-from ..protocol.messages import Abort, Done, Heartbeat, Phase
+from ..protocol.messages import STARTING, Abort, Done, Heartbeat, Phase
 from . import preflight
-from .forkserver import Forkserver
 from .group_resources import GroupResources, closing, refused_by_the_system
 from .handshake import Handshake
 from .hang_watchdog import HangWatchdog
+from .local_supervisor import local_supervisor
 from .pending_requests import Requests
 from .startup_watchdog import HELP
 
@@ -54,11 +53,9 @@ class WorkerGroup:
 
     def __init__(self, devices, on_phase=lambda phase: None, check=lambda: None, num_fallbacks=0, machines=None,
                  supervisor=None):
-        if sys.platform == "win32":
-            raise WorkerStartError(f"Start ComfyUI inside WSL2: workers run on Linux, and this is Windows. {HELP}")
         timeouts.check()
         self.devices = tuple(devices)
-        self._supervisor = supervisor or Forkserver()
+        self._supervisor = supervisor or local_supervisor()
         self._owns_supervisor = supervisor is None
         self._machines, self._lock, self._requests = machines, threading.RLock(), Requests()
         self._watch = HangWatchdog(self._requests)
@@ -291,6 +288,7 @@ class WorkerGroup:
         """Start with the transport `off` disabled by environment variables. failed: errors of earlier attempts."""
         self._resources = resources = GroupResources(self.devices)
         atexit.register(self._close_at_exit)
+        on_phase(Phase(0, STARTING, 0, len(self.devices)))     # torchrun and the libraries take seconds to load
         resources.take_machines(self._machines, on_phase, check)
         self.warnings = [preflight.warning(self.devices, off, variables, failed)] if off else []
         self._complete_handshake(self._launch(variables, check), on_phase, check)

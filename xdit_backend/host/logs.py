@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import socket
-import stat
 import sys
 import tempfile
 import threading
@@ -20,10 +19,7 @@ from pathlib import Path
 
 import psutil
 
-try:
-    import fcntl
-except ImportError:                                            # Windows, where no worker group is started
-    fcntl = None
+from .. import system
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +34,14 @@ MAX_ERRORS, MAX_LINES = 5, 20              # number of errors that the doctor pr
 MACHINES = "machines-{}.txt"
 QUOTED = re.compile(r"""(["'])~?/(?:[^"'\n]*/)?([^"'/\n]*)\1""")
 PATH = re.compile(r"(?<![\w.])~?(?:/[\w.+@=-]+)+/([\w.+@=-]*)")
+# of Windows: with a drive's letter or a computer's name
+QUOTED_DRIVE = re.compile(r"""(["'])(?:[A-Za-z]:|\\\\)[^"'\n]*[\\/]([^"'\\/\n]*)\1""")
+DRIVE_PATH = re.compile(r"(?:\b[A-Za-z]:[\\/]+|\\\\)(?:[^\s\\/:*?\"<>|]+[\\/]+)*([^\s\\/:*?\"<>|]*)")
 
 
 def base_folder():
     """Folder of all logs: XDIT_LOG_FOLDER, or this user's folder among the temporary files."""
-    own = f"xdit-logs-{os.getuid() if hasattr(os, 'getuid') else getpass.getuser()}"
+    own = f"xdit-logs-{system.user_id()}"
     return Path(os.environ.get("XDIT_LOG_FOLDER") or Path(tempfile.gettempdir()) / own).expanduser().absolute()
 
 
@@ -51,10 +50,10 @@ def make(name, otherwise):
     is not private to this user."""
     try:
         folder = _private_base_folder() / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{name}"
-        folder.mkdir(mode=0o700)
+        system.make_private(folder)
     except OSError as error:
         log.warning("the workers' output will be lost when they end: %s", error)
-        otherwise.mkdir(mode=0o700, parents=True)
+        system.make_private(otherwise, parents=True)
         return otherwise
     _forget_old(folder)
     return folder
@@ -93,9 +92,7 @@ def machines():
 def start(folder):
     """Open torchrun's log, locked for as long as torchrun runs to mark the group as running."""
     file = open(folder / TORCHRUN, "ab", opener=lambda path, flags: os.open(path, flags, 0o600))
-    # a file system without locks, where no folder is removed
-    with suppress(OSError):
-        fcntl.flock(file, fcntl.LOCK_EX)
+    system.lock(file)
     return file
 
 
@@ -135,14 +132,16 @@ def without_private(text):
     with suppress(KeyError, OSError):                          # a container's user may have no name
         names.add(getpass.getuser())
     for folder in (ROOT, base_folder(), Path(tempfile.gettempdir()), Path(sys.prefix)):    # whose names may have spaces
-        text = text.replace(f"{folder}/", "/.../")
+        for separator in {"/", os.sep}:
+            text = text.replace(f"{folder}{separator}", "/.../")
+    text = DRIVE_PATH.sub(r".../\1", QUOTED_DRIVE.sub(r"\1.../\2\1", text))
     text = PATH.sub(r".../\1", QUOTED.sub(r"\1.../\2\1", text))
     return re.sub(rf"\b({'|'.join(map(re.escape, names))})\b", "...", text)
 
 
 def _private_base_folder():
     """Create base_folder() if it is missing. Raises OSError if it is not private to this user."""
-    base_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    system.make_private(base_folder(), parents=True)
     if not _is_ours():
         raise PermissionError(f"Set XDIT_LOG_FOLDER to a folder that only you can write to: {base_folder()} is a link, "
                               f"another user's, or writable by others")
@@ -152,9 +151,7 @@ def _private_base_folder():
 def _is_ours():
     """Whether base_folder() exists and belongs to this user; another user's may contain links to private files."""
     with suppress(OSError):
-        about = base_folder().lstat()
-        return (stat.S_ISDIR(about.st_mode) and (not hasattr(os, "getuid") or about.st_uid == os.getuid())
-                and not about.st_mode & 0o022)
+        return system.is_private(base_folder())
     return False
 
 
@@ -169,10 +166,12 @@ def _forget_old(new):
         if folder == new:
             continue
         try:
-            with open(folder / TORCHRUN, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file = system.open_unlocked(folder / TORCHRUN)
+            if file is None:                                   # it runs
+                continue
+            file.close()
         except FileNotFoundError:                              # nothing was started
             pass
-        except OSError:                                        # it runs
+        except OSError:
             continue
         shutil.rmtree(folder, ignore_errors=True)

@@ -3,10 +3,11 @@
 import time
 from dataclasses import dataclass, field
 
+from ..planner.memory_fit import remedies
 from ..protocol import errors
 from ..protocol.errors import WorkerFailedError, WorkerOutOfMemoryError
 from ..protocol.messages import Decode, Done, Encode, LoadModel, Probe
-from .oom_report import describe_out_of_memory, remedies
+from .oom_report import describe_out_of_memory
 from .startup_watchdog import HELP
 from .unmatched_collectives import is_unmatched, lost_device
 

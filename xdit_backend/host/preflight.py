@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from .. import system
 from ..memory.system_memory import available_memory
+from ..planner.descriptions import gigabytes
 from ..protocol.devices import own_name
 from ..protocol.errors import WorkerStartError
-from .oom_report import gigabytes
 
 MIN_VERSIONS = {"torch": (2, 6), "diffusers": (0, 35)}
 WORKER_BYTES = 2 ** 28                     # system RAM that a worker needs for its libraries, before it loads a model
@@ -56,10 +57,22 @@ def check_versions():
             raise WorkerStartError("Install with ComfyUI's Python, in the folder of the xDiT nodes (python -m pip "
                                    f"install -r requirements.txt): the workers need {package} {needed} or newer, and "
                                    "this Python does not have it.") from None
-        if tuple(map(int, re.findall(r"\d+", version)[:2])) < least:
+        release = tuple(map(int, re.findall(r"\d+", version)[:2]))
+        if package == "torch":
+            check_gloo(release, version)
+        if release < least:
             raise WorkerStartError(f"Update {package} with ComfyUI's Python (python -m pip install --upgrade "
                                    f"{package}), then restart ComfyUI: the workers need {needed} or newer, and "
                                    f"{version} is installed.")
+
+
+def check_gloo(release, version, without_gloo=system.TORCH_WITHOUT_GLOO):
+    """Reject a release of torch, such as (2, 9), without a working gloo on this system."""
+    if without_gloo is not None and without_gloo[0] <= release < without_gloo[1]:
+        first, fixed = (".".join(map(str, each)) for each in without_gloo)
+        raise WorkerStartError(f"Install PyTorch {fixed} or newer with ComfyUI's Python, as pytorch.org says, then "
+                               f"restart ComfyUI: on Windows, PyTorch {first} to before {fixed} cannot connect workers "
+                               f"(unsupported gloo device), and {version} is installed.")
 
 
 def check_devices(devices):
@@ -95,6 +108,11 @@ def check_memory(num_workers):
 
 
 def check_shared_memory(memory_folder, disk_folder):
+    commit = system.free_commit_bytes()
+    if commit is not None and commit < SEGMENT_BYTES:
+        raise WorkerStartError(f"Close other programs, or enlarge the page file: Windows can give programs "
+                               f"{gigabytes(commit)} more memory, and at least {gigabytes(SEGMENT_BYTES)} are needed "
+                               f"for tensors that travel between ComfyUI and the workers.")
     free, disk_free = (shutil.disk_usage(folder).free for folder in (memory_folder, disk_folder))
     if free < LISTENER_BYTES:
         raise WorkerStartError(f"Delete unneeded files in {Path(memory_folder).parent}: it is full, and the workers "

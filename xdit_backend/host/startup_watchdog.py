@@ -5,12 +5,12 @@ its process, which the system counts. A process that is stopped, or blocked fore
 workers send heartbeats.
 """
 
-import signal
 import time
 from contextlib import suppress
 
 import psutil
 
+from .. import system
 from ..protocol.messages import JOINING, TRYING_LINKS
 
 HELP = "See docs/guide/troubleshooting.md in the folder of the xDiT nodes."
@@ -82,11 +82,7 @@ class StartMonitor:
 
 
 def describe_exit(code):
-    """Return " (exit code -9, killed)", or "" for None. SIGBUS: a mapped file is too short, or its disk is full."""
+    """Return " (exit code -9, killed)", or "" for None."""
     if code is None:
         return ""
-    names = {-number.value: number.name for number in signal.Signals} | {
-        -signal.SIGKILL: "killed",
-        -signal.SIGBUS: "SIGBUS: a file that it reads was truncated, or shared memory is full"}
-    return f" (exit code {code}{f', {names[code]}' if code in names else ''})"
-
+    return f" (exit code {code}{f', {system.EXIT_CODES[code]}' if code in system.EXIT_CODES else ''})"

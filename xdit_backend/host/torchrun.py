@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from .. import system
 from ..comfyui.install_location import FOLDER, find_comfyui
 from ..protocol.devices import own_name
 from .supervisor import ROOT
@@ -47,7 +48,7 @@ BLOCKING_COMMUNICATORS = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "0"}
 
 # CUDA workers: ComfyUI sets cudaMallocAsync for itself, with which later allocations may wait for receives that are
 # posted ahead of time.
-CUDA_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if sys.platform == "linux" else {}
+CUDA_ALLOCATOR = system.CUDA_ALLOCATOR
 
 
 def arguments_of(ranks):
@@ -120,7 +121,7 @@ def environment_of(devices, num_own=0, interface=""):
     num_own: number of workers on this machine. interface: network interface to other machines.
     """
     inherited = {name: value for name, value in os.environ.items()
-                 if name.upper() in INHERITED or name.upper().startswith(INHERITED_PREFIXES)}
+                 if name.upper() in INHERITED | system.INHERITED or name.upper().startswith(INHERITED_PREFIXES)}
     # this process may have found packages through its PYTHONPATH
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**inherited, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
@@ -129,7 +130,7 @@ def environment_of(devices, num_own=0, interface=""):
     comfyui = find_comfyui()                                   # for models that run as ComfyUI's modules
     if comfyui is not None:
         environment[FOLDER] = str(comfyui)
-    interface = interface or ("lo0" if sys.platform == "darwin" else "lo")
+    interface = interface or system.loopback()
     # without "=", NCCL treats the name as a prefix
     environment |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}", **BLOCKING_COMMUNICATORS}
     on_cpu = any(own_name(device) == "cpu" for device in devices)
@@ -153,6 +154,6 @@ def children(pid):
 
 def read_text(path):
     try:
-        return Path(path).read_text(errors="replace")
+        return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""

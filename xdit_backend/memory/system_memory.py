@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from .. import system
+
 CGROUPS = Path("/sys/fs/cgroup")
 READ_BYTES, CHUNK_BYTES = 2 ** 27, 2 ** 24
 AMPLE = math.inf, 0.0                      # result of pages_of: nothing is read from disk again
@@ -50,8 +52,7 @@ def disk_bytes_s(path, read_bytes=READ_BYTES):
     start = max(0, size - read_bytes) // 2 // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     count = min(read_bytes, size - start)
     with open(path, "rb") as file:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
+        system.drop_from_cache(file, start, count)
         with mmap.mmap(file.fileno(), count, access=mmap.ACCESS_READ, offset=start) as pages:
             started_s = time.perf_counter()
             for start_byte in range(0, count, CHUNK_BYTES):

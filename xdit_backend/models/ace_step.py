@@ -48,14 +48,17 @@ def _attend(self, hidden_states, rotary_freqs_cis, total=lambda part: part, **ot
 def _adapt(model, config):
     """Use attention that exposes its sums and rotates at float32 or wider (ComfyUI's always rotates in float32), and
     a lyric encoder with the file's sizes (ComfyUI's has fixed sizes)."""
-    encoder = model.lyric_encoder
-    model.lyric_encoder = type(encoder)(
-        config["lyric_hidden_size"], output_size=config["lyric_hidden_size"], attention_heads=config["_lyric_heads"],
-        linear_units=config["_lyric_units"], num_blocks=config["_lyric_blocks"], static_chunk_size=0,
-        dtype=model.lyric_proj.weight.dtype, operations=torch.nn)
+    _set_lyric_encoder(model, config)
     for block in model.transformer_blocks:
         block.attn.forward = MethodType(_attend, block.attn)
         block.cross_attn.processor.apply_rotary_emb = _rotated
+
+
+def _set_lyric_encoder(model, config):
+    model.lyric_encoder = type(model.lyric_encoder)(
+        config["lyric_hidden_size"], output_size=config["lyric_hidden_size"], attention_heads=config["_lyric_heads"],
+        linear_units=config["_lyric_units"], num_blocks=config["_lyric_blocks"], static_chunk_size=0,
+        dtype=model.lyric_proj.weight.dtype, operations=torch.nn).eval()
 
 
 def _split_strength(arguments):
@@ -128,7 +131,7 @@ ACE_STEP = Family(
     test_config=SmallConfig(
         SMALL, NATIVE, {name: value for name, value in SMALL.items() if not name.startswith("_")} | {
             "inner_dim": 256, "num_attention_heads": 2, "speaker_embedding_dim": 512, "max_position": 32768},
-        rows=ROWS, detected="ACEStep", input_shapes={
+        rows=ROWS, detected="ACEStep", thin=lambda model: _set_lyric_encoder(model, SMALL), input_shapes={
             "speaker_embeds": lambda config, shape, tokens: (shape[0], config["speaker_embedding_dim"]),
             "lyric_token_idx": lambda config, shape, tokens: (shape[0], tokens + 2),
             "lyrics_strength": lambda config, shape, tokens: (NUM_TERMS,)}),

@@ -2,10 +2,11 @@
 Qwen3's hidden states."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import torch.nn.functional as F
 
-from .common.family import SmallConfig
+from .common.family import FolderRules, SmallConfig
 from .common.inputs import because, config_of, from_conditioning, has, needs_diffusers
 from .common.key_mapping import table
 from .cosmos import COSMOS, is_cosmos
@@ -48,7 +49,17 @@ def _adapt(model, config):
     model.forward = conditioned
 
 
+def _thin(model):
+    """Narrow the text network of ComfyUI's class, whose widths it fixes."""
+    wide = getattr(model, ADAPTER.strip("."), None)
+    if wide is not None:
+        layers = SimpleNamespace(**{type(module).__name__: type(module) for module in wide.modules()})
+        model.llm_adapter = type(wide)(**THIN, device=wide.embed.weight.device, dtype=wide.embed.weight.dtype,
+                                       operations=layers)
+
+
 SMALL = COSMOS.test_config
+THIN = {"source_dim": 64, "target_dim": 64, "model_dim": 96, "num_layers": 2}
 WIDTHS = {"source_dim": 24, "target_dim": 24, "model_dim": 32, "num_layers": 2, "num_attention_heads": 4,
           "target_vocab_size": 64}
 
@@ -58,9 +69,9 @@ ANIMA = dataclasses.replace(
     config=config_of(**COSMOS.config.rules, _conditioner=_conditioner),
     convert=_convert, adapt_model=_adapt, text_prefixes=(ADAPTER,),
     config_from_tensors=(*COSMOS.config_from_tensors, "_conditioner"),
-    extra_parts={"text_conditioner": lambda name: ADAPTER + name},
+    folder=FolderRules(extra_parts={"text_conditioner": lambda name: ADAPTER + name}),
     conditioning={"context": "text_embed_dim", "t5xxl_ids": None, "t5xxl_weights": None},
     arguments=COSMOS.arguments | {"ids": from_conditioning("t5xxl_ids"), "weights": from_conditioning("t5xxl_weights")},
     plan=dataclasses.replace(COSMOS.plan, cacheable_outside={"text_conditioner": "run"}),
     test_config=SmallConfig(SMALL.config | {"_conditioner": WIDTHS}, "comfy.ldm.anima.model:Anima", SMALL.arguments,
-                            detected="Anima"))
+                            detected="Anima", thin=_thin))

@@ -21,6 +21,7 @@ from .common.inputs import (
 )
 from .common.key_mapping import SWAPPED, table
 from .common.plan import BlockList, ModelPlan
+from .common.tp_plan import COLWISE, ROWWISE, styled
 
 # number of heads as in ComfyUI, which does not detect it
 LATENT, BOTH, NUM_HEADS = Unpacked((2, 2)), ("text", "image"), 12
@@ -92,6 +93,7 @@ AURAFLOW = Family(
                           patched="single")),
         streams={"hidden_states": BOTH}, attention={"attn": BOTH}, needs_text=True,
         positions={"pos_embed": lambda module, forward, rows, tokens, args, kwargs: forward(*args, rows.patch)},
+        tp_plan=styled(COLWISE, "ff*.linear_1", "ff*.linear_2") | {"ff*.out_projection": ROWWISE},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step"},
         cacheable_outside={"context_embedder": "run"}),
     test_config=SmallConfig(

@@ -6,6 +6,7 @@ import dataclasses
 from .common.family import SmallConfig
 from .common.inputs import blocks, config_of, has, size
 from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.tp_plan import COLWISE, REPLICATED, ROWWISE
 from .omnigen2 import ALL, IMAGES, OMNIGEN2, POSITIONS, REFINED, WIDE, inner, of_heads
 
 NATIVE = "comfy.ldm.boogu.model:BooguTransformer2DModel"
@@ -38,7 +39,9 @@ BOOGU = dataclasses.replace(
                                   "img_rotary_emb": TokenArgument(1, IMAGES)}),
                 BlockList("single_stream_layers", "single_stream_layers.", returns=(ALL,))),
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(1, ALL)},
-        positions=POSITIONS, cacheable_outside=OMNIGEN2.plan.cacheable_outside, unsplit=("img_instruct_attn.to_out.0",),
+        positions=POSITIONS, cacheable_outside=OMNIGEN2.plan.cacheable_outside,
+        tp_plan={"img_instruct_attn.to_out.0": REPLICATED, "img_instruct_attn.processor.*_to_*": COLWISE,
+                 "img_instruct_attn.processor.*_out": ROWWISE},
         unstaged_blocks=OMNIGEN2.plan.unstaged_blocks),
     test_config=SmallConfig(SMALL, NATIVE, SMALL | WIDE, detected="Boogu",
                             input_shapes=OMNIGEN2.test_config.input_shapes),

@@ -9,6 +9,7 @@ from .common.family import Family, SmallConfig
 from .common.inputs import Packed, blocks, config_of, from_conditioning, has, size, text_positions, timestep
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.tp_plan import PARALLEL_MLP
 from .flux import KEYS as FLUX_KEYS
 
 LATENT, BOTH, NUM_MODULATIONS = Packed((2, 2)), ("text", "image"), 344
@@ -64,7 +65,7 @@ CHROMA = Family(
     activation_factors={"alone": 16.6, "residual": 2.6, "whole": 7.0, "outside": 3.6, "held": 1.55, "block": 16.2,
                         "exchange": 18.2, "own": 0.0},
     plan=ModelPlan(
-        takes_output_patches=True,
+        tp_plan=PARALLEL_MLP, takes_output_patches=True,
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_fraction=0.5, control="input",
                           patched="double", streams={"hidden_states": "image", "encoder_hidden_states": "text"}),
                 BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=(BOTH,),

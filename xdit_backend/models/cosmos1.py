@@ -35,13 +35,17 @@ def _max_size(shapes):
 
 
 def _latent(call):
-    full = full_shape(call)[2:]
-    if any(length > most for length, most in zip(full, call.config["max_size"])):
+    _check_size(full_shape(call), call.config)
+    return even_sides(NAME, LATENT)(call)
+
+
+def _check_size(shape, config):
+    full = shape[2:]
+    if any(length > most for length, most in zip(full, config["max_size"])):
         taken, most = (f"{8 * frames - 7} frames of {8 * columns} x {8 * rows} pixels"
-                       for frames, rows, columns in (full, call.config["max_size"]))
+                       for frames, rows, columns in (full, config["max_size"]))
         raise ConfigError(f"Use fewer frames, or a smaller width and height: this {NAME} model has positions for "
                           f"{most}, and the latent has {taken}.")
-    return even_sides(NAME, LATENT)(call)
 
 
 def _frame_rate(call):
@@ -87,7 +91,8 @@ COSMOS1 = dataclasses.replace(
         "mlp_ratio": 4.0, "max_size": _max_size, "extra_pos_embed_type": "learnable",
         "rope_scale": lambda shapes: (2.0, 1.0, 1.0) if shapes["x_embedder.proj.1.weight"][0] == 4096
         else (2.0, 2.0, 2.0)}),
-    convert=KEYS, adapt_model=_adapt, config_from_tensors=(), unsupported_dtypes=(), pixels=lambda config: (8, 8, 8),
+    convert=KEYS, adapt_model=_adapt, check_size=_check_size, config_from_tensors=(), unsupported_dtypes=(),
+    pixels=lambda config: (8, 8, 8),
     conditioning={"context": "text_embed_dim", "fps": None}, ignored=("attention_mask",),
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "fps": _frame_rate, "padding_mask": COSMOS.arguments["padding_mask"]},

@@ -8,6 +8,7 @@ from .common.family import Family, Sampled, SmallConfig
 from .common.inputs import Unpacked, config_of, folder_alone, from_conditioning, has, in_config_json, timestep
 from .common.plan import BlockList, ModelPlan
 from .common.position_slicing import embedded
+from .common.tp_plan import REPLICATED
 
 LATENT, EMBEDDER = Unpacked((2, 2)), "norm1.emb"               # embedder of timestep and class, one in each block
 
@@ -64,7 +65,7 @@ DIT = Family(
         blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
         attention={"attn1": ("image",)}, cacheable={EMBEDDER: "step", "norm1.linear": "step"},
         positions={"pos_embed": embedded}, shared_parameters=(f"transformer_blocks.0.{EMBEDDER}.",),
-        unsplit=(f"{EMBEDDER}.timestep_embedder.linear_1", f"{EMBEDDER}.timestep_embedder.linear_2")),
+        tp_plan={f"{EMBEDDER}.timestep_embedder.linear_*": REPLICATED}),
     test_config=SmallConfig({"sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 8, "num_layers": 4,
                              "num_attention_heads": 4, "attention_head_dim": 8, "num_embeds_ada_norm": 10}),
 )

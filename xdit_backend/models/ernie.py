@@ -9,6 +9,7 @@ from .common.inputs import Unpacked, blocks, config_of, from_conditioning, has, 
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.rope_scaling import with_rotations
+from .common.tp_plan import ROWWISE
 
 LATENT, BOTH = Unpacked((1, 1)), ("image", "text")
 
@@ -63,7 +64,7 @@ ERNIE = Family(
         blocks=(BlockList("layers", "layers.", returns=(BOTH,)),), streams={"x": BOTH}, tokens_first=True,
         attention={"self_attention": BOTH}, masks={"attention_mask": ()}, positions={"pos_embed": _of_patch},
         tokens={"rotary_pos_emb": TokenArgument(1, BOTH)},
-        cacheable_outside={"text_proj": "run", "adaLN_modulation": "step"}),
+        tp_plan={"mlp.linear_fc2": ROWWISE}, cacheable_outside={"text_proj": "run", "adaLN_modulation": "step"}),
     test_config=SmallConfig(
         {"hidden_size": 64, "num_attention_heads": 4, "num_layers": 4, "ffn_hidden_size": 96, "in_channels": 4,
          "out_channels": 4, "text_in_dim": 24, "rope_axes_dim": (4, 4, 8)},

@@ -8,6 +8,7 @@ from .common.forward_state import ForwardValue
 from .common.inputs import Packed, blocks, config_of, from_conditioning, has, size, timestep
 from .common.key_mapping import SWAPPED, table
 from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.tp_plan import PARALLEL_MLP
 
 LATENT, IMAGE, ALL = Packed((2, 2), "offset"), ("image", "reference"), ("text", "image", "reference")
 NORM = "double_blocks.0.img_attn.norm.key_norm."
@@ -96,7 +97,7 @@ FLUX = Family(
     activation_factors={"alone": 17.4, "residual": 3.4, "whole": 7.9, "outside": 3.3, "held": 0.5, "block": 17.3,
                         "exchange": 18.8, "own": 0.0},
     plan=ModelPlan(
-        takes_output_patches=True, cached_references="reference",
+        tp_plan=PARALLEL_MLP, takes_output_patches=True, cached_references="reference",
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=("text", IMAGE), image_fraction=0.5,
                           control="input", patched="double"),
                 BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=("text", IMAGE),

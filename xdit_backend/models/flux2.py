@@ -14,6 +14,7 @@ from .common.key_mapping import SWAPPED, table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.reference_latents import AT_ZERO, at_zero
 from .common.rope_scaling import scales_and_shifts
+from .common.tp_plan import COLWISE, ROWWISE, Fused, into, parent_of
 
 LATENT, IMAGE, ALL = Packed((1, 1), "index", 10), ("image", "reference"), ("text", "image", "reference")
 
@@ -91,6 +92,20 @@ def _image_positions(call):
     return F.pad(LATENT.positions(call), (0, 1))
 
 
+def _attention_and_mlp(block, path, linear):
+    """Queries, keys, values, and the gated feed-forward's two halves."""
+    attention = parent_of(block, path)
+    return (attention.inner_dim,) * 3 + (attention.mlp_hidden_dim,) * attention.mlp_mult_factor
+
+
+def _of_both(block, path, linear):
+    inner = parent_of(block, path).inner_dim
+    return inner, linear.in_features - inner
+
+
+TP_PLAN = {"ff*.linear_in": into("linear_in", "linear_out"), "ff*.linear_out": ROWWISE,
+           "attn.to_qkv_mlp_proj": Fused(COLWISE, _attention_and_mlp), "attn.to_out": Fused(ROWWISE, _of_both)}
+
 FLUX2 = Family(
     name="Flux.2", title="Flux.2 dev, klein", transformer="Flux2Transformer2DModel",
     recognise=has("double_stream_modulation_img.lin.weight", "double_blocks.0.img_attn.qkv.weight"),
@@ -119,7 +134,7 @@ FLUX2 = Family(
                 BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=(ALL,),
                           control="output", patched="single")),
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(0, ALL)},
-        cacheable_outside={"context_embedder": "run"} | dict.fromkeys(
+        tp_plan=TP_PLAN, cacheable_outside={"context_embedder": "run"} | dict.fromkeys(
             ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation"), "step")),
     test_config=SmallConfig(
         {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,

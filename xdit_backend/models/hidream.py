@@ -20,6 +20,7 @@ from .common.inputs import (
     timestep,
 )
 from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.tp_plan import COLWISE, GATHERED, ROWWISE, styled
 
 LATENT, HEAD_SIZE, LAYERS, IMAGE_COND = Unpacked((2, 2)), 128, "encoder_hidden_states_llama3", "image_cond"
 IMAGE, TOKENS = ("image", "reference"), Packed(LATENT.patch)
@@ -110,6 +111,12 @@ def _text_width(shapes):
     return shapes[f"caption_projection.{len(_layer_texts(shapes))}.linear.weight"][1]
 
 
+FEED_FORWARDS = "block.ff_i.experts.*", "block.ff_i.shared_experts", "block.ff_t", "block.ff_i"
+TP_PLAN = (styled(COLWISE, *(f"block.attn1.to_{name}" for name in ("q", "k", "v", "q_t", "k_t", "v_t")),
+                  *(f"{module}.{name}" for module in FEED_FORWARDS for name in ("w1", "w3")))
+           | styled(ROWWISE, "block.attn1.to_out", "block.attn1.to_out_t", *(f"{name}.w2" for name in FEED_FORWARDS))
+           | {"block.adaLN_modulation.*": GATHERED})
+
 HIDREAM = Family(
     name="HiDream-I1", title="HiDream-I1, HiDream-E1", transformer="HiDreamImageTransformer2DModel",
     recognise=has("caption_projection.0.linear.weight", "double_stream_blocks.0.block.attn1.to_q_t.weight"),
@@ -141,7 +148,7 @@ HIDREAM = Family(
                           image_fraction=0.52)),
         streams={"hidden_states": BOTH}, attention={"block.attn1": (*IMAGE, "more", "text")}, needs_text=True,
         tokens={"image_rotary_emb": TokenArgument(1, IMAGE), "more": TokenArgument(1, ("more",))},
-        graph_breaks=("block.ff_i",),
+        graph_breaks=("block.ff_i",), tp_plan=TP_PLAN,
         cacheable={"block.adaLN_modulation": "step"}, cacheable_outside={"caption_projection": "run"}),
     test_config=SmallConfig(
         {"patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 2,

@@ -6,6 +6,7 @@ from .common.inputs import PaddedByModel, blocks, config_of, has, size
 from .common.key_mapping import table
 from .common.native_module import native_arguments
 from .common.plan import BlockList, ModelPlan
+from .common.tp_plan import COLWISE, GATHERED, QKV, ROWWISE, Fused
 
 LATENT, BOTH = PaddedByModel((1,)), ("text", "image")
 NATIVE, NORM = "comfy.ldm.hunyuan3d.model:Hunyuan3Dv2", "double_blocks.0.img_attn.norm.query_norm."
@@ -19,6 +20,18 @@ def _num_heads(shapes):
 
 SMALL = {"in_channels": 8, "context_in_dim": 24, "hidden_size": 48, "mlp_ratio": 4.0, "num_heads": 4, "depth": 2,
          "depth_single_blocks": 2, "qkv_bias": True, "guidance_embed": True}
+
+def _fused(count):
+    """Sizes of a single block's layers along the dim that attention and feed-forward share. count: of attention's."""
+    def split(block, path, linear):
+        hidden, size = sorted((linear.in_features, linear.out_features))
+        return (hidden,) * count + (size - count * hidden,)
+    return split
+
+
+TP_PLAN = {"*_attn.qkv": QKV, "*_attn.proj": ROWWISE, "*_mlp.0": COLWISE, "*_mlp.2": ROWWISE,
+           "linear1": Fused(COLWISE, _fused(3)), "linear2": Fused(ROWWISE, _fused(1)),
+           "*_mod.lin": GATHERED, "modulation.lin": GATHERED}
 
 HUNYUAN3D = Family(
     name="Hunyuan3D 2", title="Hunyuan3D 2, 2 mini, 2mv", transformer=NATIVE,
@@ -40,7 +53,7 @@ HUNYUAN3D = Family(
                           patched="double"),
                 BlockList("single_blocks", "single_blocks.", "depth_single_blocks", returns=(BOTH,),
                           streams={"x": BOTH}, patched="single")),
-        streams={"img": "image", "txt": "text"}, attention={".": BOTH}, needs_text=True,
+        streams={"img": "image", "txt": "text"}, attention={".": BOTH}, needs_text=True, tp_plan=TP_PLAN,
         cacheable={"img_mod.lin": "step", "txt_mod.lin": "step", "modulation.lin": "step"}),
     test_config=SmallConfig(SMALL, NATIVE, SMALL | {"in_channels": 64, "hidden_size": 256, "num_heads": 16},
                             detected="Hunyuan3Dv2",

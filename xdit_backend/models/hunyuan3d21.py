@@ -9,6 +9,7 @@ from .common.family import Family, SmallConfig
 from .common.inputs import PaddedByModel, blocks, compute_dtype_of, config_of, has, size, stored_dtype
 from .common.native_module import native_arguments, same_names
 from .common.plan import BlockList, ModelPlan
+from .common.tp_plan import COLWISE, REPLICATED, ROWWISE, styled
 
 LATENT, ALL = PaddedByModel((1,)), ("time", "image")
 NATIVE, NORM = "comfy.ldm.hunyuan3dv2_1.hunyuandit:HunYuanDiTPlain", "blocks.0.attn1.q_norm.weight"
@@ -72,8 +73,9 @@ HUNYUAN3D21 = Family(
         blocks=(BlockList("blocks", "blocks.", "depth", returns=(ALL,)),),
         streams={"hidden_states": ALL}, attention={"attn1": ALL}, graph_breaks=("moe",),
         # not split: a head takes values from all three projections, so that no rank owns one
-        unsplit=("skip_linear", *(f"{name}.{leaf}" for name in ("attn1", "attn2")
-                                  for leaf in ("to_q", "to_k", "to_v", "out_proj"))),
+        tp_plan=styled(REPLICATED, "skip_linear", "attn*.to_*", "attn*.out_proj") | {
+            "mlp.fc1": COLWISE, "mlp.fc2": ROWWISE, "moe.experts.*.net.0.proj": COLWISE, "moe.experts.*.net.2": ROWWISE,
+            "moe.shared_experts.net.0.proj": COLWISE, "moe.shared_experts.net.2": ROWWISE},
         cacheable={"attn2.to_k": "run", "attn2.to_v": "run"},
         skip_name="skip_tensor",
         skips=lambda num_blocks: {

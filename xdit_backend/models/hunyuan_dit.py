@@ -11,6 +11,7 @@ from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, blocks, config_of, from_conditioning, has, size, timestep, token_range
 from .common.key_mapping import SWAPPED, table
 from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.tp_plan import REPLICATED
 
 LATENT, BASE = Unpacked((2, 2)), 32                            # tokens along the longer side in the units of positions
 WIDTH, HEAD_SIZE, NUM_BLOCKS = size("x_embedder.proj.weight",
@@ -168,7 +169,8 @@ HUNYUAN_DIT = Family(
         blocks=(BlockList("blocks", "blocks.", control="output", patched="double"),),
         streams={"hidden_states": "image"},
         attention={"attn1": ("image",)}, tokens={"image_rotary_emb": TokenArgument(0, ("image",))},
-        unsplit=("skip_linear",), cacheable={"norm1.linear": "step", "attn2.to_k": "run", "attn2.to_v": "run"},
+        tp_plan={"skip_linear": REPLICATED},
+        cacheable={"norm1.linear": "step", "attn2.to_k": "run", "attn2.to_v": "run"},
         cacheable_outside={"text_embedder": "run", "time_extra_emb.pooler": "run"},
         skips=lambda num_blocks: {block: num_blocks - 1 - block for block in range(num_blocks // 2 + 1, num_blocks)}),
     test_config=SmallConfig(

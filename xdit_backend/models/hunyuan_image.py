@@ -20,6 +20,7 @@ from .common.inputs import (
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
+from .common.tp_plan import PARALLEL_MLP
 from .hunyuan_video import KEYS as SHARED_KEYS
 
 LATENT, BOTH, TABLE = Unpacked((1, 1)), ("image", "text"), TokenArgument(0, ("image",))
@@ -94,6 +95,7 @@ HUNYUAN_IMAGE = Family(
     activation_factors={"alone": 17.0, "residual": 4.7, "whole": 8.0, "outside": 4.9, "held": 0.35, "block": 16.6,
                         "exchange": 20.0, "own": 0.0},
     plan=ModelPlan(
+        tp_plan=PARALLEL_MLP,
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_fraction=0.5, control="input",
                           patched="double"),
                 BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=BOTH,

@@ -6,6 +6,7 @@ from .common.inputs import Unpacked, all_text, blocks, config_of, even_sides, fr
 from .common.key_mapping import SWAPPED, table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
+from .common.tp_plan import PARALLEL_MLP
 from .hunyuan_first_frame import install_first_frame
 
 LATENT, BOTH, TABLE = Unpacked((1, 2, 2)), ("image", "text"), TokenArgument(0, ("image",))
@@ -83,7 +84,7 @@ HUNYUAN_VIDEO = Family(
     activation_factors={"alone": 18.2, "residual": 4.2, "whole": 7.9, "outside": 3.3, "held": 0.2, "block": 18.0,
                         "exchange": 20.0, "own": 0.0},
     plan=ModelPlan(
-        takes_output_patches=True,
+        tp_plan=PARALLEL_MLP, takes_output_patches=True,
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_fraction=0.5, control="input",
                           patched="double"),
                 BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=BOTH,

@@ -6,6 +6,7 @@ from .common.inputs import Unpacked, blocks, config_of, has, size
 from .common.native_module import native_arguments, same_names
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
+from .common.tp_plan import GATHERED, QKV, ROWWISE
 from .omnigen2 import of_heads
 
 LATENT, ALL = Unpacked((1, 1)), ("text", "image")
@@ -40,7 +41,8 @@ IDEOGRAM4 = Family(
     plan=ModelPlan(
         blocks=(BlockList("layers", "layers.", returns=(ALL,)),),
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
-        positions={"_image_position_ids": Cut(TokenArgument(0, ("image",)), _full_sizes)}),
+        positions={"_image_position_ids": Cut(TokenArgument(0, ("image",)), _full_sizes)},
+        tp_plan={"attention.qkv": QKV, "attention.o": ROWWISE, "adaln_modulation": GATHERED}),
     test_config=SmallConfig(SMALL, NATIVE, SMALL | {
         "in_channels": 128, "attention_head_dim": 96, "mrope_section": (16, 16, 16), "adaln_dim": 64,
         "intermediate_size": 128},

@@ -6,6 +6,7 @@ from .common.inputs import Unpacked, blocks, config_of, from_conditioning, has, 
 from .common.native_module import batched_references, num_reference_tokens, same_names
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
+from .common.tp_plan import QKV, ROWWISE
 from .omnigen2 import of_heads
 
 LATENT, IMAGES = Unpacked((1, 2, 2)), ("image", "reference")
@@ -46,6 +47,7 @@ JOYIMAGE = Family(
         streams={"hidden_states": IMAGES, "encoder_hidden_states": "text"}, attention={"attn": (*IMAGES, "text")},
         tokens={"image_rotary_emb": TokenArgument(1, IMAGES)},
         positions={"get_rotary_pos_embed_for_components": Cut(TokenArgument(1, IMAGES), _full_sizes)},
+        tp_plan={"attn.*_attn_qkv": QKV, "attn.*_attn_proj": ROWWISE},
         cacheable_outside={"condition_embedder.text_embedder": "run"}),
     test_config=SmallConfig(SMALL, NATIVE, SMALL | {
         "in_channels": 16, "hidden_size": 384, "rope_dim_list": (32, 32, 32)}, detected="JoyImage"),

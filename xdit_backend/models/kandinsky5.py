@@ -22,6 +22,7 @@ from .common.inputs import (
 )
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.rope_scaling import scaled_positions
+from .common.tp_plan import COLWISE, GATHERED, ROWWISE, styled
 
 LATENT, TABLE = Unpacked((1, 2, 2)), TokenArgument(1, ("image",))
 AXES = {64: (16, 24, 24), 128: (32, 48, 48)}                   # head channels for frames, rows and columns
@@ -145,6 +146,9 @@ KANDINSKY5 = Family(
     plan=ModelPlan(
         blocks=(BlockList("visual_transformer_blocks", "visual_transformer_blocks.", "num_visual_blocks"),),
         streams={"visual_embed": "image"}, attention={"self_attention": ("image",)}, tokens={"rope": TABLE},
+        tp_plan=styled(COLWISE, "*_attention.to_query", "*_attention.to_key", "*_attention.to_value",
+                       "feed_forward.in_layer")
+        | styled(ROWWISE, "*_attention.out_layer", "feed_forward.out_layer") | {"*_modulation.out_layer": GATHERED},
         cacheable={"visual_modulation": "step", "cross_attention.to_key": "step", "cross_attention.to_value": "step"},
         cacheable_outside={"text_embeddings": "run", "pooled_text_embeddings": "run",
                            "text_transformer_blocks": "step"}),

@@ -22,6 +22,7 @@ from .common.inputs import (
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.reference_latents import AT_ZERO, at_zero
+from .common.tp_plan import COLWISE, ROWWISE, styled
 
 LATENT, ALL = Packed((1, 2, 2)), ("text", "image", "reference")
 NORM, OF_TEXT = ".attn.qknorm.qnorm.scale", "txtfusion.layerwise_blocks.0"
@@ -149,6 +150,7 @@ KREA2 = Family(
     plan=ModelPlan(
         takes_output_patches=True, blocks=(BlockList("transformer_blocks", "blocks.", returns=(ALL,)),),
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(0, ALL)},
+        tp_plan=styled(COLWISE, "attn.to_gate", "ff.gate", "ff.up") | {"ff.down": ROWWISE},
         cacheable_outside={"text_fusion": "run", "txt_in": "run", "time_mod_proj": "step"}),
     test_config=SmallConfig(
         {"in_channels": 16, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,

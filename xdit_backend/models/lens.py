@@ -9,6 +9,7 @@ from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, blocks, config_of, has, optional_size, size, text_mask
 from .common.native_module import native_arguments, same_names
 from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.tp_plan import COLWISE, QKV, ROWWISE
 
 LATENT, ALL = Unpacked((1, 1)), ("image", "text")
 NATIVE, NORM = "comfy.ldm.lens.model:LensTransformer2DModel", "transformer_blocks.0.attn.norm_q.weight"
@@ -81,6 +82,7 @@ LENS = Family(
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn": ALL},
         tokens={"freqs_cis": TokenArgument(2, ALL)}, masks={"attention_mask": ("text",)},
         positions={"pos_embed": _positions}, cacheable={"img_mod.1": "step", "txt_mod.1": "step"},
+        tp_plan={"attn.*_qkv": QKV, "*_mlp.w1": COLWISE, "*_mlp.w3": COLWISE, "*_mlp.w2": ROWWISE},
         cacheable_outside={"txt_in": "run"}),
     test_config=SmallConfig(SMALL, NATIVE, {name: value for name, value in SMALL.items() if not name.startswith("_")}
                             | {"in_channels": 128, "out_channels": 32, "attention_head_dim": 96,

@@ -5,7 +5,7 @@ Conditioning frames have timesteps of their own, per token; guides are frames af
 positions.
 """
 
-from .common.family import Family, SmallConfig
+from .common.family import Family, FolderRules, SmallConfig
 from .common.inputs import because, blocks, config_of, diffusers_converter, from_conditioning, has, size, text_mask
 from .common.ltx_tokens import (
     IS_LTX,
@@ -47,12 +47,14 @@ LTX = Family(
               "positional_embedding_theta": (10000.0,), "positional_embedding_max_pos": ([20, 2048, 2048],),
               "timestep_scale_multiplier": (1000,), "vae_scale_factors": ([8, 32, 32],),
               "use_middle_indices_grid": (False,), "rope_type": ("interleaved",), "frequencies_precision": ("float32",),
-              "caption_proj_before_connector": (False,), "cross_attention_adaln": (False,)}, folder_metadata=_in_folder,
+              "caption_proj_before_connector": (False,), "cross_attention_adaln": (False,)},
+    folder=FolderRules(metadata=_in_folder),
     convert=diffusers_converter("convert_ltx_transformer_checkpoint_to_diffusers"), latent=LATENT, time_scale=1.0,
     pixels=lambda config: PIXELS,
     conditioning={"context": "caption_channels", "attention_mask": None, "frame_rate": None, "keyframe_idxs": None,
                   "guide_strengths": None}, unfold=unfold, biases={"attn1": guide_bias},
-    ignored=("denoise_mask", "guide_attention_entries"), unsupported_arguments=more_than_guides,
+    # the last marks frames for LTX-2.5
+    ignored=("denoise_mask", "guide_attention_entries", "generated_keyframes"), unsupported_arguments=more_than_guides,
     arguments={"hidden_states": LATENT, "encoder_hidden_states": from_conditioning("context"), "timestep": token_times,
                "encoder_attention_mask": text_mask, "video_coords": lambda call: bounds(call)[..., 0]},
     activation_factors={"alone": 16.1, "residual": 8.1, "whole": 12.1, "outside": 7.1, "held": 5.1, "block": 11.0,

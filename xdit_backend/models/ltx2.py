@@ -1,5 +1,5 @@
-"""LTX-2 and LTX-2.3: video and audio, each a stream with its own self-attention and text, which attend to each other in
-every block.
+"""LTX-2, LTX-2.3 and LTX-2.5: video and audio, each a stream with its own self-attention and text, which attend to each
+other in every block.
 
 A latent has two components, or the video alone. Conditioning frames and guides of the video are as in LTX-Video.
 """
@@ -7,16 +7,19 @@ A latent has two components, or the video alone. Conditioning frames and guides 
 import dataclasses
 
 from ..protocol.errors import CheckpointError
-from .common.family import SmallConfig
+from .common.family import Components, SmallConfig
+from .common.forward_state import ForwardValue
 from .common.inputs import because, config_of, from_conditioning, has
 from .common.key_mapping import table
 from .common.ltx_tokens import IS_LTX, bounds
 from .common.plan import BlockList, ModelPlan
+from .common.tp_plan import COLWISE
 from .ltx import LTX
 from .ltx2_audio import (
     ARGUMENTS,
     AUDIO,
     HAS_PROJECTION,
+    ISOLATED,
     PUBLISHED_SETTINGS,
     RULES,
     SETTINGS,
@@ -28,12 +31,15 @@ from .ltx2_audio import (
     split_components,
     unfold,
     unpack_audio,
+    with_marker,
 )
-from .ltx2_block import AGAIN, choose_block
-from .ltx2_folder import CONNECTORS
+from .ltx2_block import AGAIN, update_context
+from .ltx2_folder import FOLDER, TEXT_PREFIXES
 
-FROM_TENSORS = ("apply_gated_attention",
-                "caption_proj_before_connector")              # settings that the tensors imply too
+# settings that the tensors imply too -> (config) -> their value
+FROM_TENSORS = {"apply_gated_attention": lambda config: config["gated_attn"],
+                "caption_proj_before_connector": lambda config: not config["use_prompt_embeddings"],
+                **{name: lambda config, name=name: config.get(name, True) for name in ("ff_bias", "audio_ff_bias")}}
 KEYS = table(
     (r"^(video|audio)_embeddings_connector\.", None),          # ComfyUI processes the text with them on the host
     (r"^(audio_)?patchify_proj\.", r"\1proj_in."), (r"^(audio_)?adaln_single\.", r"\1time_embed."),
@@ -76,13 +82,12 @@ def _coordinates(call):
 def _adapt(model, config):
     """As in ComfyUI: use its epsilon in the norms of attention, rotary tables as set by the file's metadata, and for
     the gate of each stream the latest timestep of the other."""
-    if (config["gated_attn"],
-        not config["use_prompt_embeddings"]) != tuple(config[f"_{name}"] for name in FROM_TENSORS):
+    if any(value(config) != config[f"_{name}"] for name, value in FROM_TENSORS.items()):
         raise CheckpointError("Use the publisher's file: the metadata of this LTX-2 file contradicts its tensors "
                               f"({', '.join(FROM_TENSORS)}), as if it were missing or from another file.")
-    now, forward, norms_again = [], model.forward, [False]
+    now, forward, norms_again = [], model.forward, ForwardValue(model, False)
     for block in model.transformer_blocks:
-        choose_block(block, lambda: norms_again[0])
+        update_context(block, norms_again.get)
     for module in model.modules():
         if "rope_type" in vars(module):
             module.rope_type = config["_rope_type"]
@@ -92,7 +97,8 @@ def _adapt(model, config):
             module.norm_q.eps = module.norm_k.eps = 1e-5
 
     def forward_at(*, most_times, num_references, is_normed_again, **inputs):
-        now[:], norms_again[:] = [most_times], [is_normed_again]
+        now[:] = [most_times]
+        norms_again.set(is_normed_again)
         if not num_references:
             return (forward(**inputs),)
         audio = inputs["audio_hidden_states"]
@@ -128,16 +134,18 @@ LTX2 = dataclasses.replace(
            if name != "caption_channels"},
         **RULES, caption_channels=lambda shapes: _text_width(shapes) // 2, _text_width=_text_width),
     settings=LTX.settings | SETTINGS, convert=KEYS, adapt_model=_adapt, config_from_tensors=("_text_width",),
-    **CONNECTORS,
-    conditioning=LTX.conditioning | {"context": "_text_width", "ref_audio": None, AGAIN: None},
+    folder=FOLDER, text_prefixes=TEXT_PREFIXES,
+    conditioning=LTX.conditioning | {"context": "_text_width", "ref_audio": None, AGAIN: None, ISOLATED: None,
+                                     "generated_keyframes": None}, counts=("generated_keyframes",),
     unfold=lambda conditioning: unfold(LTX.unfold(conditioning)), ignored=(*LTX.ignored, "audio_denoise_mask"),
-    components={"audio": unpack_audio}, split_components=split_components, call_shapes=call_shapes,
+    components=Components({"audio": unpack_audio}, split_components, call_shapes,
+                          options=("a2v_cross_attn", "v2a_cross_attn", "stg_self_attn_blocks")),
     lengths={"audio": num_audio},
     stream_widths={"audio": "audio_cross_attention_dim"}, arguments=LTX.arguments | ARGUMENTS | {
         "encoder_hidden_states": lambda call: _text(call)[0],
         "audio_encoder_hidden_states": lambda call: _text(call)[1],
         "is_normed_again": lambda call: AGAIN in call.conditioning,
-        "video_coords": _coordinates},
+        "video_coords": _coordinates, "video_keyframes_mask": with_marker},
     activation_factors={"alone": 21.5, "residual": 12.6, "whole": 17.5, "outside": 9.4, "held": 7.45, "block": 13.7,
                         "exchange": 12.7, "keys": 3.0},
     plan=ModelPlan(
@@ -146,7 +154,7 @@ LTX2 = dataclasses.replace(
         streams={"hidden_states": "image", "audio_hidden_states": "audio"}, outputs=("image", "audio"), needs_text=True,
         attention={"attn1": VIDEO, "audio_attn1": AUDIO},
         cross_attention={"audio_to_video_attn": (VIDEO, AUDIO), "video_to_audio_attn": (AUDIO, VIDEO)}, tokens=TOKENS,
-        of_heads=("query_rotary_emb", "key_rotary_emb"),
+        tp_plan={"*attn*.to_gate_logits": COLWISE}, of_heads=("query_rotary_emb", "key_rotary_emb"),
         cacheable={f"{name}.to_{kind}": "step" for name in ("attn2", "audio_attn2") for kind in "kv"},
         cacheable_outside={"caption_projection": "run", "audio_caption_projection": "run"}),
     test_config=SmallConfig(

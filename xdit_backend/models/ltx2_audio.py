@@ -4,11 +4,12 @@ audio's own tokens, without noise and at times that end before the video begins.
 import torch
 
 from ..protocol.errors import ConfigError
-from .common.inputs import from_conditioning, has, size, text_mask
-from .common.ltx_tokens import NUM_HEADS
+from .common.inputs import from_conditioning, has, size, text_mask, token_range
+from .common.ltx_tokens import LATENT, NUM_HEADS
 from .common.plan import TokenArgument
 
 VIDEO, AUDIO, FREQUENCIES = ("image",), ("audio",), 16
+ISOLATED = "isolated"                      # conditioning of a call in which video and audio do not attend to each other
 FRAMES_A_TOKEN, AUDIO_TOKENS_A_FRAME = 8, 25 / 24
 HAS_PROJECTION = has("caption_projection.linear_2.weight")
 
@@ -24,7 +25,7 @@ SETTINGS = {
     "rope_type": ("interleaved", "split"), "frequencies_precision": ("float32", "float64"),
     "av_ca_timestep_scale_multiplier": (1.0, 1000.0), "apply_gated_attention": (False, True),
     "caption_proj_before_connector": (False, True), "caption_projection_first_linear": (True, False),
-    "cross_attention_adaln": (False, True)}
+    "cross_attention_adaln": (False, True), "ff_bias": (True, False), "audio_ff_bias": (True, False)}
 PUBLISHED_SETTINGS = {"causal_temporal_positioning": True, "use_middle_indices_grid": True, "rope_type": "split",
                       "frequencies_precision": "float64",
                       "av_ca_timestep_scale_multiplier": 1000.0}             # metadata of published files
@@ -35,7 +36,9 @@ RULES = {
     "audio_cross_attention_dim": size("transformer_blocks.0.audio_attn2.to_k.weight", 1),
     "use_prompt_embeddings": HAS_PROJECTION,
     **dict.fromkeys(("gated_attn", "audio_gated_attn"), has("transformer_blocks.0.attn1.to_gate_logits.weight")),
-    **dict.fromkeys(("cross_attn_mod", "audio_cross_attn_mod"), has("prompt_adaln_single.linear.weight"))}
+    **dict.fromkeys(("cross_attn_mod", "audio_cross_attn_mod"), has("prompt_adaln_single.linear.weight")),
+    **{f"{of}ff_bias": has(f"transformer_blocks.0.{of}ff.net.0.proj.bias") for of in ("", "audio_")},
+    "use_keyframes_abs_pos_embedding": has("keyframes_abs_pos_embedding")}
 
 
 def split_components(latents, times, config, options):
@@ -64,9 +67,16 @@ def call_shapes(config, shape, length=None):
 
 
 def unfold(conditioning):
-    """Replace the reference voice by its tokens, (1 or B, T, C F)."""
-    reference = conditioning.get("ref_audio")
-    return conditioning | {"ref_audio": reference["tokens"]} if isinstance(reference, dict) else conditioning
+    """Replace the reference voice by its tokens, (1 or B, T, C F), and generated keyframes by numbers: tokens of a
+    frame, first frame, number of frames, each plus one."""
+    found, reference, keyframes = dict(conditioning), *(conditioning.get(name) for name in ("ref_audio",
+                                                                                            "generated_keyframes"))
+    if isinstance(reference, dict):
+        found["ref_audio"] = reference["tokens"]
+    if isinstance(keyframes, dict):
+        found["generated_keyframes"] = [keyframes[name] + 1 for name in (
+            "tokens_per_frame", "first_latent_frame", "num_keyframes")]
+    return found
 
 
 def num_references(conditioning):
@@ -125,6 +135,25 @@ def positions_after_reference(rope, count, num_tokens, batch, device):
     return torch.cat([reference - (reference[0, 0, -1, 1].item() + a_token), own], 2)
 
 
+def with_marker(call):
+    """Tokens that LTX-2.5 marks as single frames of pixels, (1, T, 1): those of the first frame and of generated
+    keyframes. None for a model without the marker."""
+    if not call.config.get("use_keyframes_abs_pos_embedding"):
+        return None
+    first, count, _ = token_range(call, LATENT)
+    marked = (LATENT.positions(call)[:, 0] == 0).float()
+    if "generated_keyframes.0" in call.conditioning:
+        size, start, num_frames = (call.conditioning[f"generated_keyframes.{number}"].shape[0] - 1
+                                   for number in range(3))
+        a_frame = call.latent.shape[3:].numel()
+        if call.patch is None and size != a_frame:
+            raise ConfigError("Separate the generated keyframes before the latent's size is changed: they are for "
+                              f"frames of {size} tokens, and this latent has {a_frame}.")
+        begin, end = (max(0, min(count, size * frame - first)) for frame in (start, start + num_frames))
+        marked[begin:end] = 1
+    return marked[None, :, None]
+
+
 def _latest(times):
     """The latest timestep of an image's tokens, (B,)."""
     return 1000 * (times if times.ndim == 1 else times.flatten(1).max(1).values)
@@ -134,7 +163,7 @@ ARGUMENTS = {
     "audio_hidden_states": _tokens, "audio_timestep": lambda call: 1000 * _times(call),
     "num_references": lambda call: num_references(call.conditioning),
     "audio_num_frames": lambda call: num_audio(call.conditioning),
-    "isolate_modalities": _is_silent,
+    "isolate_modalities": lambda call: _is_silent(call) or ISOLATED in call.conditioning,
     "audio_encoder_attention_mask": text_mask, "most_times": _most_times,
     "sigma": lambda call: _latest(call.timestep),
     "audio_sigma": lambda call: _latest(_times(call))}

@@ -3,6 +3,8 @@ of the connectors and the model."""
 
 import re
 
+from .common.family import FolderRules
+
 # ComfyUI's prefix -> diffusers'
 CONNECTOR_NAMES = {"connector": "video_connector", "audio_connector": "audio_connector"}
 SIZES = ("attention_head_dim", "cross_attention_dim", "caption_channels", "audio_attention_head_dim",
@@ -35,9 +37,11 @@ def folder_metadata(folder):
         "av_ca_timestep_scale_multiplier": config.get("cross_attn_timestep_scale_multiplier", 1000),
         "apply_gated_attention": bool(config.get("gated_attn")),
         "cross_attention_adaln": bool(config.get("cross_attn_mod")),
+        **{name: config.get(name, True) for name in ("ff_bias", "audio_ff_bias")},
         "caption_proj_before_connector": early, "caption_projection_first_linear": not early}
 
 
-CONNECTORS = {"text_prefixes": ("video_embeddings_connector.", "audio_embeddings_connector."),
-              "extra_parts": {"connectors": connectors_name}, "folder_metadata": folder_metadata,
-              "folder_arguments": ("rope_type", "rope_double_precision", "cross_attn_timestep_scale_multiplier")}
+TEXT_PREFIXES = "video_embeddings_connector.", "audio_embeddings_connector."
+FOLDER = FolderRules(
+    extra_parts={"connectors": connectors_name}, metadata=folder_metadata,
+    arguments=("rope_type", "rope_double_precision", "cross_attn_timestep_scale_multiplier"))

@@ -6,7 +6,7 @@ from types import MethodType
 import torch
 from torch import nn
 
-from .common.family import Family, SmallConfig
+from .common.family import Components, Family, FolderRules, SmallConfig
 from .common.inputs import (
     blocks,
     compute_dtype_of,
@@ -20,6 +20,7 @@ from .common.inputs import (
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.split_linear import split_linears
+from .common.tp_plan import COLWISE, GATHERED
 from .minimax_h3_sequence import (
     LATENT,
     SHIFTS,
@@ -122,15 +123,17 @@ MINIMAX_H3 = Family(
         time_embed_hidden_dim=lambda shapes: _of_times(shapes)[0],
         time_embed_dim=size("blocks.0.adaln_proj.linear.weight", 1), rope_freq_dim=size("rope.inv_freq", 0),
         _has_frequencies=has("rope.inv_freq"), _curve_points=optional_size(CURVE, 0)),
-    convert=KEYS, split_linears=GATED, marker_tensors={"rope_freq_dim": "rope.inv_freq"},
+    convert=KEYS, folder=FolderRules({"rope_freq_dim": "rope.inv_freq"}, split_linears=GATED),
     latent=LATENT, sign=-1.0, adapt_model=_adapt, unsupported_dtypes=("float16",),
     conditioning={"context": "text_dim", **dict.fromkeys(("token_tags", "keyframes", "keyframe_audios",
                                                           "keyframe_indices", "keyframe_audio_indices", "ref_videos",
-                                                          "ref_audios"))},
+                                                          "ref_audios", "video_levels", "video_level_indices",
+                                                          "audio_levels", "audio_level_indices"))},
     counts=("keyframe_indices", "keyframe_audio_indices"),
-    unfold=unfold, rescale_components=rescale_audio, split_components=split_components, call_shapes=call_shapes,
-    options=tuple(SHIFTS),
-    components={"audio": unpack_audio}, lengths={"audio": num_audio_tokens, "reference": num_reference_tokens},
+    unfold=unfold,
+    components=Components({"audio": unpack_audio}, split_components, call_shapes, options=tuple(SHIFTS),
+                          rescale=rescale_audio),
+    lengths={"audio": num_audio_tokens, "reference": num_reference_tokens},
     arguments={"hidden_states": video_tokens, "audio_hidden_states": audio_tokens,
                "encoder_hidden_states": from_conditioning("context"), "timestep": times, "timestep_indices": time_rows,
                "token_tags": tags, "position_ids": positions, "video_indices": indices("video"),
@@ -146,6 +149,7 @@ MINIMAX_H3 = Family(
         blocks=(BlockList("transformer_blocks", "blocks.", returns=(ALL,), patched="double"),),
         streams={"hidden_states": ALL}, attention={"attn": ALL}, outputs=("image", "audio"), needs_text=True,
         tokens={"adaln_indices": TokenArgument(0, ALL), "rotary_emb": TokenArgument(0, ALL)},
+        tp_plan={"ff.net.0.proj.*": COLWISE, "adaln_proj.linear": GATHERED},
         cacheable={"adaln_proj": "step"}, cacheable_outside={"context_embedder": "run", "token_refiner": "run"}),
     test_config=SmallConfig(SMALL, "comfy.ldm.minimax.model:MiniMaxH3Model",
                             {"hidden_size": 64, "num_layers": 4, "token_refiner_num_layers": 1,

@@ -19,7 +19,11 @@ SHIFTS = {"minimax_h3_sigma_shift_video": 12.0, "minimax_h3_sigma_shift_audio": 
 # times of keyframes and references, and of reference audio (1: noise-free); smallest sigma
 REFERENCE_TIME, REFERENCE_AUDIO_TIME, LEAST_SIGMA = 0.999, 1.0, 1e-6
 VIDEO_TAG, TEXT_TAG, AUDIO_TAG = range(3)
-TIMES = VIDEO, AUDIO, REFERENCE, REFERENCE_AUDIO = range(4)            # rows of the table of timesteps
+# rows of the table of timesteps, before those of MASKS
+TIMES = VIDEO, AUDIO, REFERENCE, REFERENCE_AUDIO = range(4)
+# kind -> ComfyUI's conditioning: the part of the noise that inpainting gives to a token
+MASKS = {"video": "denoise_mask", "audio": "audio_denoise_mask"}
+ALL_NOISE = 1 - 1e-3                       # a mask of at least this is none
 KNOWN = {"layout", "seed", "frame_count", "keyframes", "refs", "cond_video_latents", "cond_audio_latents",
          "audio_scale"}
 ONE_SCHEDULE = "xdit_one_schedule"         # key of transformer_options: see rescale_audio
@@ -35,6 +39,8 @@ def unfold(conditioning):
     if payload is None:
         return conditioning
     rest = {name: value for name, value in conditioning.items() if name != "minimax_payload"}
+    for kind, name in MASKS.items():
+        rest |= {name: None} | _levels(kind, rest[name]) if rest.get(name) is not None else {}
     unknown = {f"minimax_payload.{name}": value for name, value in payload.items()
                if name not in KNOWN | {"text_token_tags"}}
     noisy = lambda latent: None if latent is None else _with_noise(latent, int(payload.get("seed", 0)))  # noqa: E731
@@ -52,6 +58,22 @@ def unfold(conditioning):
         "ref_audios": [each.get("audio_latent") for each in references] or None}
 
 
+def _levels(kind, mask):
+    """A mask of inpainting by its values: the bits of each as int32 (1, L), which no cast rounds, and the index of each
+    token's value, (1, T) in the order of the tokens. {} for a mask of 1.
+
+    mask: (B, 1, F, H, W) of the video, of whose pixels a token has the largest value; (B, 1, 2, T) of the audio.
+    """
+    mask = mask[0, 0].float()
+    if kind == "video":
+        mask = F.pad(mask[None], (0, mask.shape[-1] % 2, 0, mask.shape[-2] % 2), mode="replicate")
+        mask = F.max_pool2d(mask[0], 2)
+    if (mask >= ALL_NOISE).all():
+        return {}
+    levels, index = mask.flatten().unique(return_inverse=True)
+    return {f"{kind}_levels": levels[None].view(torch.int32), f"{kind}_level_indices": index[None]}
+
+
 def _with_noise(latent, seed):
     """Add noise to a conditioning latent as ComfyUI's model does; each latent starts from the same random sequence."""
     tokens = LATENT.tokens(latent)
@@ -61,7 +83,7 @@ def _with_noise(latent, seed):
 
 
 def rescale_audio(latents, timestep, arguments, options):
-    """Family.rescale_components.
+    """Components.rescale.
 
     From ComfyUI 0.31.0 on, the sampler has one schedule, the video's: the payload's audio_scale s makes the sampler's
     audio latent the model's times sigma_video / sigma_audio, and its velocity
@@ -245,15 +267,46 @@ def tags(call):
 
 
 def time_rows(call):
-    """Row of TIMES of each token, (T,)."""
-    return _filled(call, 2)
+    """Row of `times` of each token, (T,)."""
+    rows, first = list(_filled(call, 2).split([length for length, *_ in _lengths(call)])), len(TIMES)
+    for kind, stretch in (("video", -1), ("audio", -2)):
+        index = call.conditioning.get(f"{kind}_level_indices")
+        if index is not None:
+            rows[stretch] = first + (_own_rows(call, index[0]) if kind == "video" else index[0])
+            first += call.conditioning[f"{kind}_levels"].shape[1]
+    return torch.cat(rows)
+
+
+def _full_counts(call):
+    """(frames, rows, columns) of tokens of the full latent, the dim of the call's patch among them or None, and its
+    first."""
+    counts = LATENT.counts(call.latent.shape)
+    if call.patch is None:
+        return counts, None, 0
+    dim = call.patch.dim - 2
+    full = -(-call.patch.whole // LATENT.patch[dim])
+    return [full if axis == dim else count for axis, count in enumerate(counts)], dim, (
+        call.patch.start // LATENT.patch[dim])
+
+
+def _own_rows(call, tensor):
+    """Those of the call's patch, of a tensor with a row for each of the video's tokens."""
+    counts, dim, start = _full_counts(call)
+    if dim is None:
+        return tensor
+    return tensor.unflatten(0, counts).narrow(dim, start, LATENT.counts(call.latent.shape)[dim]).flatten(0, 2)
 
 
 def times(call):
-    """Timesteps of TIMES, (4,) float32. ComfyUI's time runs from 0 (noise) to 1."""
-    video = 1 - (call.timestep.flatten()[:1] / 1000).float().clamp(min=LEAST_SIGMA)
-    audio = call.conditioning["audio_time"][:1].float()
-    return torch.cat([video, audio, video.clamp(min=REFERENCE_TIME), audio.clamp(min=REFERENCE_AUDIO_TIME)])
+    """Timesteps of TIMES and of the masks' values, float32. ComfyUI's time runs from 0 (noise) to 1."""
+    sigma = _sigma(call.timestep)
+    video, audio = 1 - sigma, call.conditioning["audio_time"][:1].float()
+    found = [video, audio, video.clamp(min=REFERENCE_TIME), audio.clamp(min=REFERENCE_AUDIO_TIME)]
+    for kind, noise, last in (("video", sigma, found[REFERENCE]), ("audio", 1 - audio, found[REFERENCE_AUDIO])):
+        levels = call.conditioning.get(f"{kind}_levels")
+        if levels is not None:
+            found.append(torch.minimum(1 - levels[0].view(torch.float32) * noise, last))
+    return torch.cat(found)
 
 
 # --- positions: time, row, column ---
@@ -298,12 +351,7 @@ def _audio_grid(call, length, begin, ends):
 
 def positions(call):
     """Positions of all tokens, (T, 3) float64."""
-    counts, start, full = LATENT.counts(call.latent.shape), 0, None
-    if call.patch is not None:
-        dim = call.patch.dim - 2
-        start, full = call.patch.start // LATENT.patch[dim], -(-call.patch.whole // LATENT.patch[dim])
-    own, counts = counts, [full if call.patch is not None and axis == dim else count
-                           for axis, count in enumerate(counts)]
+    counts, *_ = _full_counts(call)
     num_text, ends = call.conditioning["context"].shape[1], _ends(counts[2], counts[1])
     text = torch.arange(num_text, dtype=torch.float64, device=call.latent.device)
     video_grids, audio_grids, cursor = [], [], float(num_text)
@@ -323,7 +371,5 @@ def positions(call):
     audio_grids = [_audio_grid(call, latent.shape[3], cursor + FRAME_LENGTH * index, ends)
                    for latent, index in _keyframes(call.conditioning, "keyframe_audio")] + audio_grids
     audio = _audio_grid(call, num_audio_tokens(call.conditioning) // 2, cursor, ends)
-    video = _grid(call, counts, cursor).unflatten(0, counts)
-    if call.patch is not None:
-        video = video.narrow(dim, start, own[dim])
-    return torch.cat([F.pad(text[:, None], (0, 2)), *video_grids, *audio_grids, audio, video.flatten(0, 2)])
+    video = _own_rows(call, _grid(call, counts, cursor))
+    return torch.cat([F.pad(text[:, None], (0, 2)), *video_grids, *audio_grids, audio, video])

@@ -125,6 +125,14 @@ def _attend(attn, image, encoder_hidden_states, attention_mask, image_rotary_emb
     return attn.to_out[0](image), text if attn.context_pre_only else attn.to_add_out(text)
 
 
+def _thin(model):
+    """Narrow the image's feed-forwards of ComfyUI's class, whose width it asserts, to those of diffusers' class."""
+    for block in getattr(model, "blocks", ()):
+        wide = block.mlp_x
+        block.mlp_x = type(wide)(wide.w1.in_features, 4 * wide.w1.in_features, multiple_of=256, ffn_dim_multiplier=None,
+                                 device=wide.w1.weight.device, dtype=wide.w1.weight.dtype, operations=torch.nn)
+
+
 MOCHI = Family(
     name="Mochi", title="Mochi", transformer="MochiTransformer3DModel",
     recognise=has("t5_yproj.weight", "pos_frequencies"), config=config_of(
@@ -152,5 +160,5 @@ MOCHI = Family(
         "comfy.ldm.genmo.joint_model.asymm_models_joint:AsymmDiTJoint",
         {"depth": 3, "patch_size": 2, "num_heads": 6, "hidden_size_x": 192, "hidden_size_y": 96, "mlp_ratio_x": 64.0,
          "mlp_ratio_y": 4.0, "learn_sigma": False, "in_channels": 12, "qk_norm": True, "qkv_bias": False,
-         "timestep_scale": 1000.0, "use_t5": True, "t5_feat_dim": 64}, detected="GenmoMochi"),
+         "timestep_scale": 1000.0, "use_t5": True, "t5_feat_dim": 64}, detected="GenmoMochi", thin=_thin),
 )

@@ -7,6 +7,7 @@ from .common.key_mapping import table
 from .common.native_module import native_arguments
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.rope_scaling import moves, with_first_row
+from .common.tp_plan import QKV, ROWWISE
 
 NATIVE, NORM = "comfy.ldm.lumina.model:NextDiT", "layers.0.attention.q_norm.weight"
 LATENT, IMAGE, ALL = Unpacked((2, 2)), ("image",), ("text", "image")
@@ -59,6 +60,7 @@ NEWBIE = Family(
                 BlockList("layers", "layers.", "n_layers", returns=(ALL,))),
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
         positions={"embed_all": _of_patch}, unstaged_blocks=("context_refiner",),
+        tp_plan={"attention.qkv": QKV, "attention.out": ROWWISE},
         cacheable={"adaLN_modulation": "step"},
         cacheable_outside={"cap_embedder": "run", "context_refiner": "run", "clip_text_pooled_proj": "run",
                            "time_text_embed": "step"}),

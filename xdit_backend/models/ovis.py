@@ -3,10 +3,11 @@ diagonal."""
 
 import dataclasses
 
-from .common.family import SmallConfig
+from .common.family import FolderRules, SmallConfig
 from .common.inputs import config_of, has, size
 from .common.key_mapping import table
 from .common.split_linear import split_linears
+from .common.tp_plan import COLWISE
 from .flux import BLOCKS, FLUX, LATENT
 from .longcat import LONGCAT
 
@@ -31,12 +32,13 @@ OVIS = dataclasses.replace(
     config=config_of(**LONGCAT.config.rules | {
         "out_channels": size("final_layer.linear.weight", 0)}),
     convert=lambda tensors, config: FLUX.convert(KEYS(tensors, config), config), adapt_model=_adapt,
-    split_linears=GATED,
+    folder=FolderRules(split_linears=GATED),
     rope_options=FLUX.rope_options, ignored=("y", "guidance"),
     num_channels=FLUX.num_channels, arguments=LONGCAT.arguments | {"img_ids": LATENT.positions},
     activation_factors=FLUX.activation_factors | {"alone": 25.3, "residual": 3.3, "whole": 9.75, "held": 0.25,
                                                   "block": 25.1, "exchange": 27.2},
     plan=dataclasses.replace(FLUX.plan, full_precision_inputs={"time_proj": (("timestep",), 1000.0)},
+                             tp_plan=FLUX.plan.tp_plan | {"*.net.0.proj.*": COLWISE},
                              cacheable_outside={"context_embedder_norm": "run", "context_embedder": "run"}),
     test_config=SmallConfig(LONGCAT.test_config.config, FLUX.test_config.native,
                             LONGCAT.test_config.arguments | {"context_in_dim": 64, "yak_mlp": True, "txt_norm": True}))

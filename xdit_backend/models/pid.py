@@ -11,7 +11,7 @@ from .common.family import SmallConfig
 from .common.forward_state import ForwardValue
 from .common.inputs import blocks, config_of, from_conditioning, has, size
 from .common.native_module import native_arguments
-from .common.pixel_blocks import adapt_model, run_pixel_block, with_token_indices
+from .common.pixel_blocks import adapt_model, in_file, run_pixel_block, with_token_indices
 from .common.rope_scaling import moves
 from .pixeldit import LATENT, PIXELDIT, RULES, SMALL
 
@@ -119,6 +119,7 @@ PID = dataclasses.replace(
         cacheable_outside=PIXELDIT.plan.cacheable_outside | {"lq_proj.latent_proj": "run"}),
     test_config=SmallConfig(SMALL | OWN | NEWER, NATIVE,
                             PIXELDIT.test_config.arguments | OWN | NEWER | {"lq_latent_channels": 16},
+                            in_file=lambda tensors: in_file(tensors, prefix=""),
                             detected="PiD", input_shapes={"lq_latent": _of_latent,
                                                           "degrade_sigma": lambda config, shape, tokens: shape[:1]}),
 )

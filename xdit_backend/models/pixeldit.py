@@ -6,10 +6,21 @@ import math
 from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, because, blocks, config_of, has
 from .common.native_module import native_arguments
-from .common.pixel_blocks import PREFIX, SIDE, adapt_model, convert, full_rows, of_file, pixels_of_patch, under_core
+from .common.pixel_blocks import (
+    PREFIX,
+    SIDE,
+    adapt_model,
+    convert,
+    full_rows,
+    in_file,
+    of_file,
+    pixels_of_patch,
+    under_core,
+)
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
 from .common.rope_scaling import moves
+from .common.tp_plan import COLWISE, GATHERED, QKV, REPLICATED, ROWWISE, styled
 
 NATIVE, CHANNELS, TEXT = "comfy.ldm.pixeldit.model:PixDiT_T2I", 3, 300         # largest number of text tokens
 LATENT, IMAGE, BOTH = Unpacked((SIDE, SIDE)), ("image",), ("text", "image")
@@ -64,10 +75,13 @@ PIXELDIT = Family(
         positions={"_fetch_patch_pos": Cut(TokenArgument(0, IMAGE), full_rows),
                    "pixel_embedder.pixels": pixels_of_patch},
         # most of their outputs are values for each pixel
-        unsplit=("adaLN_modulation_msa", "adaLN_modulation_mlp", "compress_to_attn", "expand_from_attn", "mlp.fc1",
-                 "mlp.fc2"),
+        tp_plan=styled(REPLICATED, "adaLN_modulation_msa", "adaLN_modulation_mlp", "compress_to_attn",
+                       "expand_from_attn", "mlp.fc1", "mlp.fc2")
+        | styled(QKV, "attn.qkv", "attn.qkv_*") | styled(ROWWISE, "attn.proj", "attn.proj_*", "mlp_*.w2")
+        | styled(COLWISE, "mlp_*.w1", "mlp_*.w3") | {"adaLN_modulation_*.*": GATHERED},
         cacheable={"adaLN_modulation_img": "step", "adaLN_modulation_txt": "step"},
         cacheable_outside={"y_embedder": "run"}),
     test_config=SmallConfig(SMALL, NATIVE, {name: size for name, size in SMALL.items() if not name.startswith("_")} | {
-        "hidden_size": 256, "pixel_attn_hidden_size": 256, "txt_embed_dim": 48}, detected="PixelDiTT2I"),
+        "hidden_size": 256, "pixel_attn_hidden_size": 256, "txt_embed_dim": 48}, detected="PixelDiTT2I",
+                            in_file=in_file),
 )

@@ -3,7 +3,7 @@ rotary positions around the centre of the image."""
 
 import torch
 
-from .common.family import Family, SmallConfig
+from .common.family import Family, FolderRules, SmallConfig
 from .common.forward_state import ForwardValue
 from .common.inputs import Packed, blocks, config_of, from_conditioning, has, needs_diffusers, size, text_mask, timestep
 from .common.key_mapping import table
@@ -84,7 +84,7 @@ QWEN_IMAGE = Family(
         zero_cond_t=has("__index_timestep_zero__"), use_additional_t_cond=has(LAYERED),
         use_layer3d_rope=has(LAYERED)),
     convert=table((r"^__index_timestep_zero__$", None)), adapt_model=_adapt,
-    marker_tensors={"zero_cond_t": "__index_timestep_zero__"},
+    folder=FolderRules({"zero_cond_t": "__index_timestep_zero__"}),
     conditioning={"context": "joint_attention_dim", "attention_mask": None, "ref_latents": None,
                   "ref_latents_method": None},
     choices={"ref_latents_method": METHODS}, lengths={"reference": LATENT.num_reference_tokens},

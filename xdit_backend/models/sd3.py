@@ -39,12 +39,17 @@ def _convert(tensors, config):
 
 
 def _latent(call):
-    height, width = call.patch.whole if call.patch else call.latent.shape[2], call.latent.shape[3]
-    most = call.config["pos_embed_max_size"] * 2
+    height = call.patch.whole if call.patch else call.latent.shape[2]
+    _check_size((*call.latent.shape[:2], height, call.latent.shape[3]), call.config)
+    return LATENT(call)
+
+
+def _check_size(shape, config):
+    _, _, height, width = shape
+    most = config["pos_embed_max_size"] * 2
     if max(height, width) > most:
         raise ConfigError(f"Use a smaller latent: this SD3 model has positions for {most * 8} x {most * 8} pixels, "
                           f"and the latent has {width * 8} x {height * 8}.")
-    return LATENT(call)
 
 
 def _adapt(model, config):
@@ -85,7 +90,7 @@ SD3 = Family(
         dual_attention_layers=lambda shapes: tuple(sorted(
             int(name.split(".")[1]) for name in shapes if name.endswith("x_block.attn2.qkv.weight"))),
         _context_layers=blocks("context_processor.layers.")),
-    convert=_convert, latent=LATENT, adapt_model=_adapt, config_from_tensors=("sample_size",),
+    convert=_convert, latent=LATENT, check_size=_check_size, adapt_model=_adapt, config_from_tensors=("sample_size",),
     conditioning={"context": "joint_attention_dim", "y": "pooled_projection_dim"},
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "pooled_projections": from_conditioning("y")},

@@ -13,6 +13,7 @@ from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, blocks, config_of, even_sides, has, size
 from .common.native_module import native_arguments, same_names
 from .common.plan import BlockList, ModelPlan
+from .common.tp_plan import COLWISE, QKV, ROWWISE
 
 NAME, LATENT, NATIVE = "SeedVR2", Unpacked((1, 2, 2)), "comfy.ldm.seedvr.model:NaDiT"
 CONDITIONINGS = "positive_conditioning", "negative_conditioning"
@@ -174,7 +175,9 @@ SEEDVR2 = Family(
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks.", returns=("image", "text")),),
         streams={"vid": "image", "txt": "text"}, attention={"attn": ("text", "image")},
-        token_index_argument=("token_indices", ("image",))),
+        token_index_argument=("token_indices", ("image",)),
+        tp_plan={"attn.proj_qkv.*": QKV, "attn.proj_out.*": ROWWISE, "mlp.*.proj_in": COLWISE,
+                 "mlp.*.proj_in_gate": COLWISE, "mlp.*.proj_out": ROWWISE}),
     test_config=SmallConfig(SMALL, NATIVE, SMALL, detected="SeedVR2", input_shapes={
         "condition": lambda config, shape, tokens: (
             shape[0], config["vid_in_channels"] - config["vid_out_channels"], *shape[2:])}))

@@ -18,6 +18,7 @@ from .common.stable_audio import (
         projects_text,
         seconds,
 )
+from .common.tp_plan import REPLICATED, styled
 
 HEAD_SIZE, SECONDS = 64, (*seconds("seconds_start"), *seconds("seconds_total"))
 # with other numbers of heads than the self-attention
@@ -41,7 +42,7 @@ STABLE_AUDIO = Family(
     arguments=native_arguments(LATENT, "context", "global_embed"),
     num_heads=lambda config: config["num_heads"], width=lambda config: config["embed_dim"],
     in_channels=lambda config: config["io_channels"], num_channels=lambda config: config["io_channels"],
-    pixels=lambda config: (1, 32, 32), plan=replace(PLAN, unsplit=UNSPLIT),
+    pixels=lambda config: (1, 32, 32), plan=replace(PLAN, tp_plan=PLAN.tp_plan | styled(REPLICATED, *UNSPLIT)),
     activation_factors={"alone": 19.07, "residual": 3.46, "held": 1.43, "whole": 7.0, "block": 19.0, "exchange": 16.0,
                         "own": 0.0, "keys": 1.93},
     test_config=SmallConfig(SMALL, NATIVE, SMALL | {

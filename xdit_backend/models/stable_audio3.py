@@ -7,6 +7,7 @@ from .common.family import SmallConfig
 from .common.inputs import because, config_of, from_conditioning, has, size
 from .common.plan import TokenArgument
 from .common.stable_audio import CONDITIONERS, LAYER, NATIVE, PLAN, ROTARY, SHARED, seconds
+from .common.tp_plan import COLWISE, ROWWISE
 from .stable_audio import SMALL, STABLE_AUDIO
 
 NUM_MEMORY, NORM = 64, f"{LAYER}self_attn.q_norm.gamma"        # learned memory tokens
@@ -47,7 +48,8 @@ STABLE_AUDIO3 = replace(
     arguments=STABLE_AUDIO.arguments | {"local_add_cond": _local},
     activation_factors={"alone": 21.94, "residual": 2.84, "whole": 7.9, "held": 1.39, "block": 22.0, "exchange": 22.08,
                         "entered": 3.0, "own": 0.0, "keys": 4.14},
-    plan=replace(PLAN, unsplit=(), tokens=PLAN.tokens | {"local_add_cond": TokenArgument(1, ("image",))},
+    plan=replace(PLAN, tokens=PLAN.tokens | {"local_add_cond": TokenArgument(1, ("image",))},
+                 tp_plan=PLAN.tp_plan | {"to_local_embed.0": COLWISE, "to_local_embed.2": ROWWISE},
                  cacheable_outside=PLAN.cacheable_outside | {"transformer.global_cond_embedder": "step"}),
     test_config=SmallConfig(SMALL3, NATIVE, SMALL3 | {"io_channels": 256, "cond_token_dim": 768, "global_cond_dim": 768,
                                                       "local_add_cond_dim": 257}, detected="StableAudio3",

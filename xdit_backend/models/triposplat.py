@@ -1,14 +1,18 @@
 """TripoSplat, ComfyUI's own module: a row of shape tokens, refined alone, then in one sequence with image tokens,
 also refined alone, and a camera token. Each block computes the positions of its tokens from the tokens."""
 
+import math
 from types import MethodType
 
+import torch
 from torch import nn
 
-from .common.family import Family, SmallConfig
+from .common.example_inputs import SIDES, latent_size
+from .common.family import Components, Family, SmallConfig
 from .common.inputs import blocks, compute_dtype_of, config_of, has, optional_size, size, stored_dtype
 from .common.native_module import native_arguments, same_names
 from .common.plan import BlockList, ModelPlan
+from .common.tp_plan import COLWISE, REPLICATED, ROWWISE, styled
 from .triposplat_latents import Row, call_shapes, first_component, reference_images, split_components, unfold
 
 LATENT, SHAPE, ALL = Row((1, 1)), ("image",), ("image", "text", "camera")
@@ -68,6 +72,12 @@ def _with_positions(self, x, mod=None, rotary_emb=None, transformer_options=None
                               transformer_options=transformer_options)
 
 
+def _thin(model):
+    """Keep the first positions of ComfyUI's class, which has a fixed number of tokens."""
+    if torch.is_tensor(model.pos_emb):
+        model.pos_emb = model.pos_emb[:, :math.prod(latent_size(TRIPOSPLAT, *SIDES))]
+
+
 SMALL = {"in_channels": 4, "model_channels": 48, "cond_channels": 24, "out_channels": 4, "num_blocks": 2,
          "num_refiner_blocks": 2, "num_head_channels": 12, "cam_channels": 5, "cond2_channels": 6, "mlp_ratio": 4}
 
@@ -83,8 +93,8 @@ TRIPOSPLAT = Family(
     convert=same_names, latent=LATENT, time_scale=1000.0, adapt_model=_adapt, computes_as_made=True,
     conditioning={"context": "cond_channels", "reference_image": None}, ignored=("latent_shapes",), unfold=unfold,
     arguments=native_arguments(LATENT, "context", times="t", ref_latents=reference_images),
-    components={"camera": lambda output: output}, split_components=split_components, first_component=first_component,
-    call_shapes=call_shapes, lengths={"camera": lambda conditioning: 1},
+    components=Components({"camera": lambda output: output}, split_components, call_shapes, first_component),
+    lengths={"camera": lambda conditioning: 1},
     num_heads=lambda config: config["model_channels"] // config["num_head_channels"],
     width=lambda config: config["model_channels"], num_channels=lambda config: config["out_channels"],
     pixels=lambda config: (1, 1, 1),
@@ -96,11 +106,12 @@ TRIPOSPLAT = Family(
                 BlockList("blocks", "blocks.", "num_blocks", returns=(ALL,), paired="repo_layers")),
         streams={"x": ALL}, attention={"attn": ALL}, outputs=("image", "camera"), positions={"anchors": _of_patch},
         # not split: each head has its own positions
-        unsplit=UNSPLIT, unstaged_blocks=("context_refiner",),
+        tp_plan={"mlp.mlp.0": COLWISE, "mlp.mlp.2": ROWWISE} | styled(REPLICATED, *UNSPLIT),
+        unstaged_blocks=("context_refiner",),
         cacheable_outside={"cond_embedder": "run", "cond_embedder2": "run", "context_refiner": "run",
                            "adaLN_modulation": "step"}),
     test_config=SmallConfig(SMALL, NATIVE, SMALL | {
         "in_channels": 16, "out_channels": 16, "model_channels": 256, "num_head_channels": 64, "cond2_channels": 128},
-        detected="TripoSplat", input_shapes={
+        detected="TripoSplat", thin=_thin, input_shapes={
             "reference_image": lambda config, shape, tokens: (shape[0], config["cond2_channels"], 2, 2)}),
 )

@@ -101,6 +101,7 @@ def _vision_and_text(attn, num_vision_tokens):
     """Sum of cross-attention over an image's tokens and over the text's. Without an image, both are over the text."""
     def heads(tensor):
         return tensor.unflatten(2, (attn.heads, -1)).transpose(1, 2)
+    attn.changed_text = lambda query, out: out                 # see injected_networks.install_guide
 
     def attend(hidden_states, context, *others):
         count = num_vision_tokens.get()
@@ -109,7 +110,7 @@ def _vision_and_text(attn, num_vision_tokens):
         query, key, vision_key = attn.to_q(hidden_states), attn.to_k(text), attn.add_k_proj(vision)
         query, key, vision_key = heads(attn.norm_q(query)), heads(attn.norm_k(key)), heads(
             attn.norm_added_k(vision_key))
-        of_text = F.scaled_dot_product_attention(query, key, heads(attn.to_v(text)))
+        of_text = attn.changed_text(query, F.scaled_dot_product_attention(query, key, heads(attn.to_v(text))))
         of_vision = F.scaled_dot_product_attention(query, vision_key, heads(attn.add_v_proj(vision)))
         return attn.to_out[0]((of_text + of_vision).transpose(1, 2).flatten(2))
     return attend
@@ -133,7 +134,7 @@ WAN = Family(
     adapt_model=_adapt, keep_in_compute_dtype=("patch_embedding",),
     conditioning={"context": "text_dim", "clip_fea": "image_dim", "rope_scales": None, "context_latents": None},
     lengths={"reference": num_context_tokens(LATENT)},
-    ignored=("reference_latent", "denoise_mask"),
+    ignored=("reference_latent", "denoise_mask"), called_by_nodes=("text_embedding",),
     arguments={"hidden_states": LATENT, "timestep": frame_times, "encoder_hidden_states": from_conditioning("context"),
                "encoder_hidden_states_image": from_conditioning("clip_fea", where="image_dim"),
                "rope_scales": from_conditioning("rope_scales"), "context_latents": expanded_context(LATENT)},
@@ -143,7 +144,8 @@ WAN = Family(
         blocks=(BlockList("blocks", "blocks.", patched="double", added="double_block", returns=(ALL,)),),
         streams={"hidden_states": ALL}, attention={"attn1": ALL},
         tokens={"rotary_emb": TABLE, "temb": TIMES}, positions={"rope": Cut(TABLE)},
-        cacheable_outside={"condition_embedder.text_embedder": "run"}, audio_attention=("norm2", "attn2")),
+        cacheable_outside={"condition_embedder.text_embedder": "run"}, audio_attention=("norm2", "attn2"),
+        text_attention="attn2"),
     test_config=SmallConfig(
         {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 7,
          "out_channels": 4, "text_dim": 24, "freq_dim": 256, "ffn_dim": 32, "num_layers": 4, "image_dim": 20,

@@ -6,12 +6,16 @@ from .common.native_module import full_sizes, native_arguments, same_names
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
 from .common.rope_scaling import moves
+from .common.tp_plan import COLWISE, ROWWISE, styled
 from .common.wan import ARGUMENTS, RULES, SMALL, even_with, tokens_of_patch
 from .wan import LATENT, MODULES
 
 NATIVE, HEAD = "comfy.ldm.wan.model:CameraWanModel", "blocks.0.self_attn.norm_q.weight"
 TABLE = TokenArgument(1, ("image",))
 
+
+TP_PLAN = (styled(COLWISE, *(f"*_attn.{name}" for name in ("q", "k", "v", "k_img", "v_img")), "ffn.0")
+           | styled(ROWWISE, "*_attn.o", "ffn.2"))
 
 WAN_CAMERA = Family(
     name="Wan Camera", title="Wan Camera (2.1, 2.2)", transformer=NATIVE,
@@ -36,7 +40,7 @@ WAN_CAMERA = Family(
                         "exchange": 14.25, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks.", patched="double"),), streams={"x": "image"},
-        attention={"self_attn": ("image",)}, tokens={"freqs": TABLE},
+        attention={"self_attn": ("image",)}, tokens={"freqs": TABLE}, tp_plan=TP_PLAN,
         positions={"rope_encode": Cut(TABLE, full_sizes), "control_adapter": tokens_of_patch},
         cacheable_outside={"text_embedding": "run"}),
     test_config=SmallConfig(SMALL | {"model_type": "camera", "in_dim_control_adapter": 2, "_image_dim": 1280}, NATIVE,

@@ -69,7 +69,8 @@ WAN_FUN = dataclasses.replace(
                         "exchange": 13.81, "attends": 5.06, "early": 0.67, "cut": 1.76},
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
-        streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"freqs": TokenArgument(1, ALL)},
+        streams={"x": ALL}, attention={"self_attn": ALL}, tp_plan=WAN_CAMERA.plan.tp_plan,
+        tokens={"freqs": TokenArgument(1, ALL)},
         positions={"rope_encode": _positions}, cacheable_outside={"text_embedding": "run"}),
     test_config=SmallConfig(SMALL | {"model_type": "i2v", "in_dim": 12, "in_dim_ref_conv": 4, "_image_dim": 1280},
                             NATIVE,

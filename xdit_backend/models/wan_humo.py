@@ -11,6 +11,7 @@ from .common.native_module import full_sizes, native_arguments
 from .common.plan import ModelPlan, TokenArgument
 from .common.position_slicing import Cut
 from .common.rope_scaling import moves
+from .common.tp_plan import COLWISE, ROWWISE, styled
 from .common.wan import ARGUMENTS, RULES, SMALL, even_with, read_own_frame
 from .wan import LATENT, MODULES
 from .wan_camera import HEAD, WAN_CAMERA
@@ -69,6 +70,8 @@ WAN_HUMO = dataclasses.replace(
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL},
+        tp_plan=WAN_CAMERA.plan.tp_plan | styled(COLWISE, *(f"*.audio_cross_attn.{name}" for name in "qkv"))
+        | {"*.audio_cross_attn.o": ROWWISE},
         tokens={"freqs": TokenArgument(1, ALL)}, positions={"rope_encode": _positions},
         token_index_argument=("token_indices", ALL),
         cacheable_outside={"text_embedding": "run"}),

@@ -189,7 +189,8 @@ WAN_S2V = dataclasses.replace(
                         "entered": 14.1, "own": 0.0},
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
-        streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"freqs": TokenArgument(1, ALL)},
+        streams={"x": ALL}, attention={"self_attn": ALL}, tp_plan=WAN_CAMERA.plan.tp_plan,
+        tokens={"freqs": TokenArgument(1, ALL)},
         token_index_argument=("token_indices", ALL),
         positions={"rope_encode": _positions, "cond_encoder": tokens_of_patch, "head": _last},
         cacheable_outside={"text_embedding": "run"}),

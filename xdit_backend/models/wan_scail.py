@@ -79,7 +79,8 @@ WAN_SCAIL = dataclasses.replace(
     lengths={"reference": num_tokens_of(LATENT, "reference_latent"), "pose": num_tokens_of(LATENT, "pose_latents")},
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
-        streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"freqs": TokenArgument(1, ALL)},
+        streams={"x": ALL}, attention={"self_attn": ALL}, tp_plan=WAN_CAMERA.plan.tp_plan,
+        tokens={"freqs": TokenArgument(1, ALL)},
         positions={"rope_encode": Cut(TokenArgument(1, ALL), _full_sizes)},
         cacheable_outside={"text_embedding": "run"}),
     test_config=SmallConfig(SMALL | {"model_type": "scail", "_image_dim": 1280}, NATIVE,

@@ -16,6 +16,7 @@ from .common.forward_state import ForwardValue
 from .common.inputs import blocks, config_of, has, only_prefixes, size
 from .common.plan import TokenArgument
 from .common.position_slicing import Cut
+from .common.tp_plan import REPLICATED, styled
 from .wan import MODULES, WAN
 
 TABLE, TIMES = TokenArgument(1, ("image",)), TokenArgument(1, ("image",), ndim=4)
@@ -107,7 +108,8 @@ WAN_VACE = dataclasses.replace(
     plan=dataclasses.replace(WAN.plan, streams={"hidden_states": "image"},
                              attention={"attn1": ("image",), "vace_attn1": ("image",)},
                              tokens={"rotary_emb": TABLE, "temb": TIMES}, positions={"rope": Cut(TABLE)},
-                             unstaged_blocks=("vace_blocks",), unsplit=("proj_in", "proj_out"), audio_attention=(),
+                             unstaged_blocks=("vace_blocks",), audio_attention=(),
+                             tp_plan=styled(REPLICATED, "proj_in", "proj_out"),
                              # a block here is two of ComfyUI's blocks
                              blocks=(dataclasses.replace(WAN.plan.blocks[0], patched=None, returns=("image",)),)),
     width=lambda config: 2 * config["num_attention_heads"] * config["attention_head_dim"],

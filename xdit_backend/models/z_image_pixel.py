@@ -12,6 +12,7 @@ from .common.key_mapping import table
 from .common.native_module import native_arguments
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.rope_scaling import moves, with_first_row
+from .common.tp_plan import QKV, ROWWISE
 
 NATIVE = "comfy.ldm.lumina.model:NextDiTPixelSpace"
 SIDE, CHANNELS, GROUP = 32, 3, 32          # pixels of a patch's side; channels; tokens are padded to a multiple of this
@@ -88,6 +89,7 @@ Z_IMAGE_PIXEL = Family(
                 BlockList("layers", "layers.", "n_layers", returns=(ALL,))),
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
         positions={"embed_all": _of_patch}, rereads_latent=True, unstaged_blocks=("context_refiner",),
+        tp_plan={"attention.qkv": QKV, "attention.out": ROWWISE},
         cacheable={"adaLN_modulation": "step"}, cacheable_outside={"cap_embedder": "run", "context_refiner": "run"}),
     test_config=SmallConfig(SMALL, NATIVE, SMALL | {"dim": 512, "axes_dims": (32, 48, 48)},
                             detected="ZImagePixelSpace"),

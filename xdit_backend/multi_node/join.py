@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..checkpoints.checkpoint import open_checkpoint, state_of
 from ..host import preflight
-from ..host.forkserver import Forkserver
+from ..host.local_supervisor import local_supervisor
 from ..host.machine_profiles import gpu_of
 from ..host.torchrun import ROOT
 from ..protocol import messages, timeouts
@@ -62,8 +62,6 @@ def add_arguments(parser):
 
 
 def main(options):
-    if sys.platform == "win32":
-        raise ConfigError("Run this inside WSL2: xDiT's workers run on Linux, and this is Windows.")
     timeouts.check()
     address = read_address(options.address)
     if not is_name(options.name):
@@ -77,7 +75,7 @@ def main(options):
     preflight.check_versions()
     key = read_key(_requested_key() if options.key is None else options.key)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
-    sessions, supervisor = [], Forkserver()
+    sessions, supervisor = [], local_supervisor()
     try:
         _keep_joining(address, key, options.name, folders, sessions, supervisor)
     except KeyboardInterrupt:

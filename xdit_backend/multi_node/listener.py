@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import logging
 import secrets
-import shlex
 import socket
 import threading
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from .. import system
 from ..comfyui.install_location import PACK, comfyui_version, find_comfyui
 from ..host import logs
 from ..host.doctor import gigabytes, package_versions
@@ -71,7 +71,7 @@ class Listener:
         Only that command shows the key, since errors, phases and logs may be read by others.
         """
         is_usual = self._folder == key_folder(PACK.parent.parent)
-        folder = "" if is_usual else f" --folder {shlex.quote(str(self._folder))}"
+        folder = "" if is_usual else f" --folder {system.quoted(self._folder)}"
         return f"python -m xdit_backend key{folder} {name}"
 
     @property
@@ -283,13 +283,14 @@ def interface_of(address):
 
 
 def versions():
-    """Versions that must be the same on all machines: of packages, ComfyUI and this package's source."""
+    """Versions that must be the same on all machines: of packages, ComfyUI, this package's source and the system."""
     source = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         source.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes().replace(b"\r\n", b"\n"))
     comfyui = find_comfyui()
     own = {} if comfyui is None else {COMFYUI: comfyui_version(comfyui)}
-    return package_versions(COMPARED) | {"the xDiT nodes": source.hexdigest()[:12]} | own
+    return package_versions(COMPARED) | {
+        "the xDiT nodes": source.hexdigest()[:12], "the family of the operating system": system.FAMILY} | own
 
 
 def version_differences(theirs, ours):

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from .. import system
 from ..protocol.errors import XDiTError
 from ..protocol.messages import StoreReply
 
@@ -18,7 +19,8 @@ class StoreAccess:
     """Executes StoreRequests on a FileStore. Not thread-safe: one thread serves a machine."""
 
     def __init__(self, path):
-        self._store = dist.FileStore(str(path), -1)            # -1: it never removes the file
+        # -1: it never removes the file
+        self._store = dist.FileStore(system.store_path(path, change_folder=False), -1)
         self._store.set_timeout(timedelta(seconds=TIMEOUT_S))
         self._written_bytes = 0
 

@@ -21,7 +21,7 @@ class AmaxSync:
         self._all_multiply = {}                                # group -> whether all its ranks multiply quantised
         for path, module in model.named_modules():
             agreed, weight = getattr(module, "agreed", ""), f"{path}.weight"
-            is_summed = weight in splits and splits[weight].how == "rows"
+            is_summed = weight in splits and splits[weight].how == "rowwise"
             if agreed == "each" and is_summed:                 # otherwise a rank has all of a token's inputs
                 module.agree = functools.partial(self._largest, ("tensor",))
             elif agreed == "all":

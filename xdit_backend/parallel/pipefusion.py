@@ -39,13 +39,13 @@ def patch_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, layer):
         order = order if context.patch is None else _cached_order(context, layer.key_streams, k_BNTH.shape[2])
     if not any(attention.sizes):                               # this patch only has keys for the next step's first one
         return query
-    mask = gathered_mask(context.masks, order, q_BNTH)
+    mask = gathered_mask(context.state.masks, order, q_BNTH)
     return gather_heads(attention.local(q_BNTH, k_BNTH, v_BNTH, mask), scattered, mesh, traffic)
 
 
 def _cached_order(context, streams, num_keys):
     """Order of the cached keys, as from Tokens.gathered_order: other streams first, then the image."""
-    if "image" in context.masks:
+    if "image" in context.state.masks:
         raise UnsupportedError("Use cfg_degree, ulysses_degree or ring_degree instead: this model masks tokens of "
                                "its image, which PipeFusion does not support yet.")
     others = [(stream, 0, context.tokens.held(stream)) for stream in streams if stream != "image"]
@@ -69,14 +69,14 @@ class Link:
         self._after = dist.get_process_group_ranks(self._after_group)[1] if self._after_group else None
         self._sent = []
         self._timeout_s = wait_timeout_s()
-        self._on_nccl = dist.get_backend(self._before_group or self._after_group) == "nccl"
+        backend = dist.get_backend(self._before_group or self._after_group)
+        self._on_nccl, self._wire_device = backend == "nccl", "cpu" if backend == "gloo" else device
         self.num_posted = self.num_received = self.num_sent = 0
 
     def post_receive(self, num_elements, dtype):
         """Post a receive of the previous stage's next message. Returns a handle for `receive`."""
         sizes = shard_sizes(num_elements, self._mesh.degrees["tensor"])
-        buffer = torch.empty(sizes[self._mesh.ranks["tensor"]], dtype=dtype,
-                             device=self._device if self._on_nccl else "cpu")
+        buffer = torch.empty(sizes[self._mesh.ranks["tensor"]], dtype=dtype, device=self._wire_device)
         self.num_posted += 1
         return buffer, dist.irecv(buffer, self._before, group=self._before_group), sizes
 

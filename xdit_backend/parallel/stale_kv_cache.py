@@ -248,8 +248,8 @@ class KeyValues:
         is_full = context.patch is None
         if self.offload is not None:
             here = self.offload.buffer(entry) if is_full else self.offload.take(entry, self._following(key))
-        weight = (entry.begin_call(max(context.step), context.extrapolation, self._buffer_for) if context.extrapolation
-                  and context.opens
+        strength = context.options.extrapolation
+        weight = (entry.begin_call(max(context.step), strength, self._buffer_for) if strength and context.opens
                   else None)
         if self.offload is None:
             here = entry.both_KBNTH

@@ -25,7 +25,8 @@ def install_tensor_hooks(model, plan, splits, current):
     mesh has the group.
     """
     weights = {name.removesuffix(".weight"): split for name, split in splits.items() if name.endswith(".weight")}
-    _install_gathered(model, plan, {path: split for path, split in weights.items() if split.how == "gathered"}, current)
+    gathered = {path: split for path, split in weights.items() if split.how == "colwise_gather_output"}
+    _install_gathered(model, plan, gathered, current)
     norms = collections.defaultdict(dict)
     for path, split in weights.items():
         if split.how == "norm":
@@ -107,19 +108,20 @@ def _install_gathered(model, plan, splits, current):
 
     def requested(path, tensor):
         context = current()
-        known_input, output = context.precomputed.get(path, (None, None))
+        precomputed = context.state.precomputed
+        known_input, output = precomputed.get(path, (None, None))
         if known_input is tensor and output is not None:
-            context.precomputed[path] = (tensor, None)
+            precomputed[path] = (tensor, None)
             return output
         if output is not None:
             apart.add(path)
         paths = [path,
-                 *(other for other, linear in linears.items() if other not in context.precomputed and other not in apart
-                         and other != path
+                 *(other for other, linear in linears.items() if other not in precomputed
+                         and other not in apart and other != path
                          and linear.in_features == linears[path].in_features and is_here(other, path, context))]
         own, *others = outputs(paths, tensor, context)
-        context.precomputed.update({other: (tensor, known) for other, known in zip(paths[1:], others)})
-        context.precomputed[path] = (tensor, None)
+        precomputed.update({other: (tensor, known) for other, known in zip(paths[1:], others)})
+        precomputed[path] = (tensor, None)
         return own
 
     for path, linear in linears.items():
@@ -145,7 +147,7 @@ def _activated(forward, current):
     def activated(tensor):
         if torch.compiler.is_compiling():
             return forward(tensor)
-        precomputed = current().precomputed
+        precomputed = current().state.precomputed
         if id(tensor) not in precomputed:
             precomputed[id(tensor)] = (tensor, forward(tensor))  # the reference keeps the id from being reused
         return precomputed[id(tensor)][1]
@@ -164,7 +166,7 @@ def _install_norms(attention, path, sizes, current):
             output = forward(tensor)
             if torch.compiler.is_compiling():
                 return output
-            current().precomputed.setdefault(path, {})[name] = (output, None)
+            current().state.precomputed.setdefault(path, {})[name] = (output, None)
             return output
         return linear
 
@@ -177,7 +179,7 @@ def _install_norms(attention, path, sizes, current):
 
     def normed(name, norm, tensor):
         context = current()
-        known = context.precomputed.get(path, {})
+        known = context.state.precomputed.get(path, {})
         known_input, squares = known.pop(name, (None, None))
         if known_input is not tensor or squares is None:
             waiting = {other: of_other for other, (of_other, squares) in known.items() if squares is None}

@@ -8,11 +8,12 @@ from .layout_search import is_worth_it
 
 METHODS = {"cfg": "CFG", "data": "data", "pipefusion": "PipeFusion", "displaced": "DistriFusion", "ring": "Ring",
            "ulysses": "Ulysses", "tensor": "tensor"}
-REASONS = {"compute": "compute-bound: the devices are busy nearly all of the time",
-           "link": "communication-bound: devices wait for transfers {share:.0%} of the time",
+SHOWN_S = 2.0                              # a shorter run is not estimated to the user: its error is as large
+REASONS = {"compute": "compute-bound: the devices compute {share:.0%} of the time",
+           "link": "transfer-bound: transfers between devices take {share:.0%} of the time",
            "launch": "launch-bound: there is little to compute, and launching kernels takes {share:.0%} of the time",
            "warm-up": "few steps: warm-up steps and empty pipeline slots take {share:.0%} of the time",
-           "weights": "transfer-bound: devices wait for offloaded weights {share:.0%} of the time"}
+           "weights": "transfer-bound: transfers of offloaded weights take {share:.0%} of the time"}
 
 
 def describe_method(degree_of):
@@ -41,24 +42,29 @@ def describe_plan(chosen, one, ordered, measured_s=(None, None), off=NEW):
 
     chosen: Estimate of the chosen layout. one: Estimate of one device; None: the run does not fit there. ordered: all
     Estimates, best first. measured_s: seconds of an earlier run like this one, and of one on a single device; None:
-    there was none. off: relative error to expect of estimates for this family on these devices.
+    there was none. off: relative error to expect of estimates for this family on these devices. Estimates are shown for
+    runs of SHOWN_S or longer that have not been measured yet.
     """
-    text = f"Plan: {layout_description(chosen)}, "
+    text = f"Plan: {layout_description(chosen)}"
+    second = next((other for other in ordered if layout_description(other) != layout_description(chosen)), None)
+    second_best = f". Next best: {layout_description(second)}" if second else ""
+    if measured_s[0] is not None and chosen.working > 1:
+        last = f"{describe_seconds(measured_s[0])} the last time{describe_measurements(*measured_s)}"
+        return f"{text}, {last}{second_best}"
+    if chosen.seconds < SHOWN_S:
+        return text + second_best
+    text += ", "
     if chosen.working == 1:
         text += f"about {describe_seconds(chosen.seconds)}: one device is as fast"
     elif one is None:
         text += f"about {describe_seconds(chosen.seconds)}: one device has too little memory"
-    elif measured_s[0] is not None:
-        text += f"{describe_seconds(measured_s[0])} the last time{describe_measurements(*measured_s)}"
     elif is_worth_it(chosen, one):
         faster = one.seconds / chosen.seconds
         text += (f"about {faster:.1f}x as fast as one device ({faster * (1 - off):.1f}x to {faster * (1 + off):.1f}x, "
                  f"{describe_seconds(chosen.seconds)} instead of {describe_seconds(one.seconds)})")
     else:
         text += f"about {describe_seconds(chosen.seconds)}: one device is about as fast"
-    text += f". Memory: {chosen.memory.total / 1e9:.2g} GB per device"
-    second = next((other for other in ordered if layout_description(other) != layout_description(chosen)), None)
-    return text + (f". Next best: {layout_description(second)} in {describe_seconds(second.seconds)}" if second else "")
+    return text + second_best + (f" in {describe_seconds(second.seconds)}" if second else "")
 
 
 def describe_measurements(measured_s, one_s):
@@ -120,3 +126,8 @@ def table(ordered, chosen, one):
                      f"{one.seconds / other.seconds:>6.2f}x {memory.total / 1e9:>10.2f} {memory.weights / 1e9:>8.2f} "
                      f"{memory.keys_values / 1e9:>13.2f} {memory.activations / 1e9:>12.2f}  {notes}")
     return lines
+
+
+def gigabytes(num_bytes):
+    """Format a size in GB or MB."""
+    return f"{num_bytes / 2 ** 30:.1f} GB" if num_bytes >= 2 ** 30 else f"{num_bytes / 2 ** 20:.0f} MB"

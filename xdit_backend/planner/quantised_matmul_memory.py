@@ -8,6 +8,7 @@ WIDENING = 2.0                 # at the start of an up-projection: its input, an
 # bytes in eager 4-bit products: per input element while it is rotated, rounded and unpacked; per rounded input element
 # while the weight is unpacked; per weight element
 UNPACKED_INPUT, ROUNDED_INPUT, UNPACKED_WEIGHT = 13.5, 4.5, 11.0
+UNGROUPED_WEIGHT = 15.0        # bytes per weight element while 8-bit numbers are made of 4-bit ones and group scales
 # bytes in eager 8-bit products: per input element while it is rounded; per int32 sum; per result; and of the sums
 # scaled at a time
 ROUNDING, SUM, RESULT, CHUNK_BYTES = 3.0, 4.0, 2.0, 2 ** 28
@@ -53,7 +54,7 @@ def most_in_layers(dims, footprint, tokens, text, most, tensor, has_lora):
         # ranks agree on scales there: kitchen_layers.py computes the product
         if product.format == "int8_tensorwise" and narrows and tensor > 1:
             continue
-        inside = _in_8_bits if product.format == "int8_tensorwise" else _in_4_bits
+        inside = {"int8_tensorwise": _in_8_bits, "asym_w4a8_int8": _with_groups}.get(product.format, _in_4_bits)
         others = narrow if narrows else footprint.residual * dims.element_bytes * numbers
         found.append(others + inside(product, there(product), 1 if narrows else tensor))
     return max(found)
@@ -62,6 +63,12 @@ def most_in_layers(dims, footprint, tokens, text, most, tensor, has_lora):
 def _in_4_bits(product, tokens, _):
     inputs = tokens * product.columns
     return max(UNPACKED_INPUT * inputs, ROUNDED_INPUT * inputs + UNPACKED_WEIGHT * product.columns * product.rows)
+
+
+def _with_groups(product, tokens, tensor):
+    """The weight in 8 bits, which is unpacked from groups, coexists with its product."""
+    weight = product.columns * product.rows / tensor
+    return max(UNGROUPED_WEIGHT * weight, weight + _in_8_bits(product, tokens, tensor))
 
 
 def _in_8_bits(product, tokens, tensor):

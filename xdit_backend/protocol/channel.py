@@ -1,22 +1,20 @@
 """Authenticated connection between the host and one worker, which carries messages.
 
-It is a Unix domain socket in the group's private folder. Both ends prove that they have the group's key (HMAC challenge
-of multiprocessing.connection); nothing is pickled.
+It is a Unix domain socket in the group's private folder, or on Windows a loopback socket. Both ends prove that they
+have the group's key, a file in that folder (HMAC challenge of multiprocessing.connection); nothing is pickled.
 """
 
 import logging
 import multiprocessing
 import multiprocessing.connection as connection
-import os
 import secrets
-import select
 import socket
-import struct
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import system
 from .errors import ChannelClosedError, XDiTError
 from .messages import decode, encode
 
@@ -46,7 +44,7 @@ class Channel:
         try:
             with self._lock:
                 self.raw.send_bytes(raw)
-        except BlockingIOError as error:
+        except (BlockingIOError, TimeoutError) as error:
             raise ChannelClosedError("the other end accepts no data") from error
         except OSError as error:
             raise ChannelClosedError("the other end is gone") from error
@@ -70,13 +68,11 @@ class Channel:
     @property
     def has_capacity(self):
         """Whether a short message can be sent without blocking."""
-        poll = select.poll()
-        poll.register(self.raw.fileno(), select.POLLOUT)
-        return bool(poll.poll(0))
+        return system.can_send(self.raw)
 
     def end(self):
         """Shut the connection down, from any thread: pending calls at both ends raise ChannelClosedError."""
-        with suppress(OSError), socket.socket(fileno=os.dup(self.raw.fileno())) as connected:
+        with suppress(OSError), _socket_of(self.raw) as connected:
             connected.shutdown(socket.SHUT_RDWR)
 
     def close(self):
@@ -97,11 +93,8 @@ class ChannelListener:
         key_file = folder / KEY_FILE
         key_file.touch(mode=0o600)
         key_file.write_bytes(self._key)
-        address = str(folder / "socket")
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.bind(address)
-        self._socket.listen(64)
-        (folder / ADDRESS_FILE).write_text(address)
+        self._socket, address = system.listen(folder)
+        (folder / ADDRESS_FILE).write_text(address, encoding="utf-8")
 
     def accept(self, timeout_s):
         """Return the next authenticated Channel, or None after timeout_s."""
@@ -111,13 +104,13 @@ class ChannelListener:
         except TimeoutError:
             return None
         accepted.settimeout(None)
-        _limit(accepted, HANDSHAKE_S)
+        system.limit_waits(accepted, HANDSHAKE_S)
         raw = connection.Connection(accepted.detach())
         try:
             connection.deliver_challenge(raw, self._key)
             connection.answer_challenge(raw, self._key)
-            with socket.socket(fileno=os.dup(raw.fileno())) as accepted:
-                _limit(accepted, self._timeout_s)
+            with _socket_of(raw) as accepted:
+                system.limit_waits(accepted, self._timeout_s)
         except (multiprocessing.AuthenticationError, EOFError, OSError):
             raw.close()
             return None
@@ -129,19 +122,17 @@ class ChannelListener:
 
 def pair():
     """Return two connected Channels of this process, without time limits; `end` wakes both."""
-    first, second = connection.Pipe()
-    return Channel(first), Channel(second)
+    first, second = (Channel(connection.Connection(end.detach())) for end in system.socket_pair())
+    return first, second
 
 
-def _limit(connected, seconds):
-    """Set a socket's kernel time limit for reads and writes, which then raise BlockingIOError, an OSError."""
-    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))            # a timeval
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        connected.setsockopt(socket.SOL_SOCKET, option, limit)
+def _socket_of(raw):
+    """A socket object for a Connection's socket; closing it does not close the Connection."""
+    return socket.socket(fileno=socket.dup(raw.fileno()))
 
 
 def connect(folder):
     """Connect to the host through its group's private folder."""
     folder = Path(folder)
-    address = (folder / ADDRESS_FILE).read_text()
-    return Channel(connection.Client(address, authkey=(folder / KEY_FILE).read_bytes()))
+    address = (folder / ADDRESS_FILE).read_text(encoding="utf-8")
+    return Channel(system.connect(address, (folder / KEY_FILE).read_bytes()))

@@ -9,6 +9,7 @@ import math
 import os
 import re
 
+from ..system import num_cores
 from .errors import ConfigError
 
 MACHINE_NAME = r"[a-z0-9][a-z0-9.-]{0,62}"
@@ -33,11 +34,11 @@ def machines_of(devices):
 def resolve_devices(devices, num_cuda_devices, mode="manual"):
     """Turn the `devices` setting into device names, one per worker.
 
-    "auto" selects every CUDA device. Where there is none, mode "auto" selects two CPU workers if there are two cores,
-    and other modes one. If the setting names devices that this machine does not have, mode "auto" selects those that it
-    has, or what "auto" selects if it has none, so that a workflow from another machine runs. Devices of this machine
-    come first, then those of each other machine together, so that ranks which communicate most are on one machine. The
-    devices of another machine are known once it has joined.
+    "auto" selects every CUDA device or, where there is none, two CPU workers (one on a single core). If the setting
+    names devices that this machine does not have, mode "auto" selects those that it has, or what "auto" selects if it
+    has none, so that a workflow from another machine runs. Devices of this machine come first, then those of each other
+    machine together, so that ranks which communicate most are on one machine. The devices of another machine are known
+    once it has joined.
 
     Raises ConfigError for names that are no devices, for more workers than check_counts allows, and in other modes for
     devices that this machine does not have.
@@ -46,10 +47,10 @@ def resolve_devices(devices, num_cuda_devices, mode="manual"):
     names = [name.strip().lower() for name in devices.split(",") if name.strip()]
     if not names:
         raise ConfigError('Set devices to "auto", or to names with commas such as "cuda:0,cuda:1": devices is empty.')
-    auto = tuple(cuda) or ("cpu",) * (2 if mode == "auto" and num_cores() > 1 else 1)
+    auto = tuple(cuda) or ("cpu",) * min(2, num_cores())
     if names == ["auto"]:
         return auto
-    names = [f"{name}:0" if own_name(name) == "cuda" else name for name in names]
+    names = _with_index(names)
     for name in names:
         if not re.fullmatch(rf"({MACHINE_NAME}/)?(cpu|cuda:\d+)", name):
             raise ConfigError('Set devices to "auto", or to names such as "cuda:0,cuda:1" or "cpu,cpu"; those of '
@@ -71,6 +72,17 @@ def resolve_devices(devices, num_cuda_devices, mode="manual"):
     return (own or auto) + tuple(others)
 
 
+def missing_devices(devices, num_cuda_devices):
+    """Names in a `devices` setting that are devices of this machine, which it does not have."""
+    names = _with_index([name.strip().lower() for name in devices.split(",")])
+    cuda = {f"cuda:{index}" for index in range(num_cuda_devices)}
+    return [name for name in names if name.startswith("cuda:") and name not in cuda]
+
+
+def _with_index(names):
+    return [f"{name}:0" if own_name(name) == "cuda" else name for name in names]
+
+
 def check_counts(names, setting):
     """Reject more CPU workers than cores, and several workers on one GPU.
 
@@ -87,11 +99,6 @@ def check_counts(names, setting):
     twice = next((name for name, count in counts.items() if count > 1 and own_name(name) != "cpu"), None)
     if twice is not None:
         raise ConfigError(f'Name each GPU once, for one worker: devices="{shown}" names {twice} {counts[twice]} times.')
-
-
-def num_cores():
-    """Number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def devices_per_machine(devices):

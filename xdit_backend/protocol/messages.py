@@ -13,20 +13,19 @@ from .errors import XDiTError
 from .shared_memory import Segment
 from .specs import (
     RESULT,
-    WHOLE,
     AutoencoderSpec,
-    BackendChoice,
     Branch,
     Change,
+    ForwardOptions,
     Layout,
     ModelSpec,
     NetworkSpec,
     Patch,
-    WeightCopies,
 )
 from .store_messages import StoreReply, StoreRequest
-from .validation import STRICT, ByName, Exchange, Many, ManyListed, Natural, Printable, Rank, Share, Speed
+from .validation import STRICT, ByName, Exchange, Many, ManyListed, Natural, Printable, Rank, Speed
 
+STARTING = "starting workers"                                  # Phase until a worker has loaded its libraries
 JOINING = "joining the devices"                                # Phase in which a worker joins the process group
 TRYING_LINKS = "trying the links between the devices"          # Phase in which workers exchange test tensors
 
@@ -119,16 +118,12 @@ class Predict:
     # cache keys and values for the following patches; with displaced_degree, the activations of other ranks
     keep: bool = False
     by_image: bool = False         # pipeline the images of a batch through the stages
-    extrapolation: Share = 0.0     # factor of the last change that is added to stale keys and values
     # with displaced_degree: use other ranks' activations from the last call with the same conditioning
     stale: bool = False
     displaced_mode: str = "corrected_async_gn"                 # key of specs.MODES
     # relative speed of each rank, constant during a run; (): equal
     speeds: Many[Speed] = ()
-    compile_backend: str = ""      # of torch.compile, for the blocks; "": not compiled
-    backend: BackendChoice = dataclasses.field(default_factory=BackendChoice)      # attention backend
-    exchange: str = WHOLE          # communication dtype of attention, one of specs.EXCHANGES
-    copies: WeightCopies = dataclasses.field(default_factory=WeightCopies)         # of streamed weights
+    options: ForwardOptions = dataclasses.field(default_factory=ForwardOptions)
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -1,26 +1,24 @@
-"""Shared memory segments between the host and the workers of one machine: a segment is a file that both sides map.
+"""Shared memory segments between the host and the workers of one machine: files that both sides map, or on Windows
+sections of the page file.
 
-The host creates, fills and removes segments; workers only map them. A mapping stays valid after its file is removed, so
-a cancelled run can be cleaned up while a worker still writes to its mapping.
+The host creates, fills and removes segments; workers only map them. A mapping stays valid after its segment is removed,
+so a cancelled run can be cleaned up while a worker still writes to its mapping.
 """
 
 import math
 import os
 import secrets
 import shutil
-import sys
 import tempfile
+import time
 import weakref
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:                                            # Windows, where no worker group is started
-    fcntl = None
 import torch
 from pydantic.dataclasses import dataclass
 
+from .. import system
 from .errors import XDiTError
 from .open_files import out_of_files
 from .validation import STRICT, Many, Natural
@@ -31,7 +29,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
 
 
 MAX_DIMS, MAX_ELEMENTS = 16, 2 ** 52                           # of a segment; more is a mistake, or overflows
-ATTEMPTS = 3                                                   # to remove a folder that others still write to
+ATTEMPTS, PAUSE_S = 3, 0.05                                    # to remove a folder that others still write to
 
 
 def dtype_name(dtype):
@@ -65,10 +63,7 @@ def map_segment(segment):
     if segment.num_elements == 0:
         return torch.empty(segment.shape, dtype=DTYPES[segment.dtype])
     try:
-        num_bytes = segment.num_elements * DTYPES[segment.dtype].itemsize
-        if os.path.getsize(segment.path) < num_bytes:          # from_file would create or grow the file
-            raise OSError(f"it has fewer than {num_bytes} bytes")
-        flat = torch.from_file(segment.path, shared=True, size=segment.num_elements, dtype=DTYPES[segment.dtype])
+        flat = system.map_shared(segment.path, segment.num_elements, DTYPES[segment.dtype])
     except (RuntimeError, OSError) as error:
         raise XDiTError(f"Shared memory {segment.path} cannot be opened: {error}. Queue the prompt again.") from error
     return flat.view(segment.shape)
@@ -82,11 +77,9 @@ def claim(folder):
     """
     while True:
         lock = open(_lock_of(folder), "x", opener=lambda path, flags: os.open(path, flags, 0o600))
-        # a file system without locks, where `sweep` removes nothing either
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        system.lock(lock)
         if _is_there(lock):
-            folder.mkdir(mode=0o700)
+            system.make_private(folder)
             _close_in_forks(weakref.ref(lock))
             return lock
         # another host swept it as abandoned, before it was locked
@@ -99,46 +92,39 @@ def _close_in_forks(reference):
         lock = reference()
         if lock is not None:
             lock.close()
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=close)
+    system.after_fork_in_child(close)
 
 
 def sweep(base):
     """Remove the folders below `base` whose hosts exited without removing them: their locks are free."""
     for path in base.glob("xdit-*.lock"):
         try:
-            lock = open(path, "r+", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW))
+            lock = system.open_unlocked(path)
         except OSError:                                        # another user's, or already removed
             continue
-        with lock:
-            if os.fstat(lock.fileno()).st_uid != os.getuid():
-                continue
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                continue
-            if _is_there(lock):
-                discard(path.with_suffix(""))
+        if lock is not None:
+            with lock:
+                if _is_there(lock):
+                    discard(path.with_suffix(""), lock)
 
 
-def discard(folder):
-    """Remove a folder that `claim` created, and its lock file.
+def discard(folder, lock=None):
+    """Remove a folder that `claim` created, and its lock file, which may be open here as `lock`.
 
     A process of the group that is ending may still write there, as torch does for a failed worker, which prevents the
     removal. After ATTEMPTS the lock file stays too, so that a later `sweep` finds the folder.
     """
-    for _ in range(ATTEMPTS):
+    for attempt in range(ATTEMPTS):
+        time.sleep(attempt * PAUSE_S)
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
-            _lock_of(folder).unlink(missing_ok=True)
+            system.remove_locked(_lock_of(folder), lock)
             return
 
 
 def folders_of(name):
     """Folders of a group: in memory (/dev/shm) where available, and on disk."""
-    memory = (Path("/dev/shm") if sys.platform == "linux" and os.access("/dev/shm", os.W_OK)
-              else Path(tempfile.gettempdir()))
-    return memory / name, Path(tempfile.gettempdir()) / name
+    return system.memory_folder() / name, Path(tempfile.gettempdir()) / name
 
 
 def _lock_of(folder):
@@ -163,11 +149,12 @@ class SegmentStore:
 
     def __init__(self):
         self.folder, self.overflow_folder = folders_of(f"xdit-{os.getpid()}-{secrets.token_hex(8)}")
-        self._owner, self._locks, self._count = os.getpid(), [], 0
+        self._owner, self._locks, self._count = os.getpid(), {}, 0
+        self._memory = system.SharedMemory()
         try:
             for folder in sorted({self.folder, self.overflow_folder}):
                 sweep(folder.parent)
-                self._locks.append(claim(folder))
+                self._locks[folder] = claim(folder)
         except OSError:
             self.close()
             raise
@@ -182,12 +169,13 @@ class SegmentStore:
         for folder in (self.folder,) if in_memory else (self.folder, self.overflow_folder):
             candidate = Segment(str(folder / f"{self._count}"), dtype_name(dtype), tuple(shape))
             num_bytes = candidate.num_elements * dtype.itemsize
-            if _reserve(candidate.path, num_bytes):
+            if self._reserve(candidate.path, num_bytes):
                 segment = candidate
                 break
         if segment is None:
             raise XDiTError(
-                f"Free some space in {self.folder.parent} or {self.overflow_folder.parent} and queue the prompt again: "
+                f"Free some space in {self.folder.parent} or {self.overflow_folder.parent}, or on Windows enlarge the "
+                f"page file, and queue the prompt again: "
                 f"{num_bytes / 2**20:.0f} MB of shared memory are needed, and neither has that much.")
         return segment, map_segment(segment)
 
@@ -218,42 +206,26 @@ class SegmentStore:
             raise
 
     def remove(self, segment):
-        """Remove a segment's file. Mappings stay valid. Removing it twice is not an error."""
-        Path(segment.path).unlink(missing_ok=True)
+        """Remove a segment. Mappings stay valid. Removing it twice is not an error."""
+        self._memory.remove(segment.path)
 
     def names(self):
-        """File names of the existing segments."""
-        return sorted(p.name for folder in {self.folder, self.overflow_folder} if folder.exists()
-                      for p in folder.iterdir() if p.name.isdecimal())
+        """Names of the existing segments."""
+        return sorted(name for folder in {self.folder, self.overflow_folder} for name in self._memory.names(folder))
 
     def close(self):
         """Remove the folders and everything in them. May be called twice; does nothing in forked processes."""
         if os.getpid() != self._owner:
             return
-        for folder in (self.folder, self.overflow_folder):
-            discard(folder)
-        while self._locks:
-            self._locks.pop().close()
+        self._memory.close()
+        for folder in {self.folder, self.overflow_folder}:
+            lock = self._locks.pop(folder, None)
+            discard(folder, lock)
+            if lock is not None:
+                lock.close()
 
-
-def _reserve(path, num_bytes):
-    try:
-        # after days, a cleaner of /tmp or the end of a login session may have removed the folder
-        with suppress(FileExistsError):
-            os.mkdir(os.path.dirname(path), 0o700)
-        file = open(path, "wb")
-    except OSError as error:
-        if (out := out_of_files(error)) is not None:
-            raise out from error
-        return False
-    with file:
+    def _reserve(self, path, num_bytes):
         try:
-            if num_bytes and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
-            else:
-                file.truncate(num_bytes)
-        except OSError:
-            file.close()
-            os.unlink(path)
-            return False
-    return True
+            return self._memory.create(path, num_bytes)
+        except OSError as error:
+            raise out_of_files(error) or error from error

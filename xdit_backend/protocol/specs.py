@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic.dataclasses import dataclass
 
 from .shared_memory import Segment
-from .validation import STRICT, ByName, Degree, Many, Natural, Speed
+from .validation import STRICT, ByName, Degree, Many, Natural, Share, Speed
 
 # metadata of a field whose segments the workers write; the host fills all others
 RESULT = {"is_result": True}
@@ -108,7 +108,7 @@ class NetworkSpec:
     name: str
     weights: ByName[str, Segment]
     # hypernetwork: "320.0" (width, 0 for keys or 1 for values) -> its layers in order, "linear relu linear";
-    # audio cross-attention: "heads" -> number of attention heads
+    # audio cross-attention: "heads" -> number of attention heads; guidance: "scale", "alpha" and "tau" of nag.py
     settings: ByName[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -117,14 +117,14 @@ class NetworkSpec:
 SDPA = "sdpa"                              # torch's own attention
 BY_BACKEND = "attention by "               # prefix of the names of a prediction's attention counts
 # choices of the setting: the backend that ComfyUI was started with, or one of attention/backends.py
-ATTENTIONS = "as ComfyUI", SDPA, "flash", "flash3", "sage", "xformers"
+ATTENTIONS = "as ComfyUI", SDPA, "flash", "flash3", "sage", "xformers", "comfy_kitchen_int8"
 
 
 @dataclass(frozen=True, config=STRICT)
 class BackendChoice:
     """Attention backend: SDPA, or one of attention/backends.py."""
 
-    name: Literal["sdpa", "flash", "flash3", "sage", "xformers"] = "sdpa"
+    name: Literal["sdpa", "flash", "flash3", "sage", "xformers", "comfy_kitchen_int8"] = "sdpa"
     is_required: bool = False      # reject inputs that the backend does not support; False: SDPA computes them
 
 
@@ -182,6 +182,19 @@ class WeightCopies:
     is_shared: bool = False
 
 
+@dataclass(frozen=True, config=STRICT)
+class ForwardOptions:
+    """Options of a model's forwards, the same for all branches of a command. They are passed on as one object, from the
+    user's settings (config.ParallelConfig) to the forward (hooks.forward_context.ForwardContext)."""
+
+    backend: BackendChoice = dataclasses.field(default_factory=BackendChoice)  # attention backend
+    compile_backend: str = ""      # of torch.compile, for the blocks; "": not compiled
+    exchange: str = WHOLE          # communication dtype of attention, one of EXCHANGES
+    # factor of the last change that is added to stale keys, values and activations; constant during a run
+    extrapolation: Share = 0.0
+    copies: WeightCopies = dataclasses.field(default_factory=WeightCopies)     # of streamed weights
+
+
 # --- one call of the model ---
 
 @dataclass(frozen=True, config=STRICT)
@@ -228,17 +241,29 @@ class Shrink:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Blur:
+    """Smoothed Energy Guidance: the queries of a self-attention are blurred over the image by a Gaussian of sigma
+    tokens, or replaced by their mean if sigma is negative. rows, columns: of the latent."""
+
+    sigma: float
+    rows: Natural
+    columns: Natural
+
+
+@dataclass(frozen=True, config=STRICT)
 class NetworkUse:
     """Insertion point of an injected network, whose output times strength is added to: the image tokens after each
     block ("blocks"), the inputs of layers of blocks ("layers", the LLLite targets ModelPlan.led), the inputs of the key
     and value projections of self-attention ("attn1") or cross-attention ("attn2"), the output of cross-attention
-    ("text"), or the hidden states after it, as audio cross-attention ("audio", ModelPlan.heard)."""
+    ("text"), or the hidden states after it, as audio cross-attention ("audio", ModelPlan.heard). With "guide", the
+    output of cross-attention is guided away from that to the network's text (ModelPlan.text_attention)."""
 
     network: str                   # NetworkSpec.name
-    where: Literal["blocks", "layers", "attn1", "attn2", "text", "audio"]
+    where: Literal["blocks", "layers", "attn1", "attn2", "text", "audio", "guide"]
     strength: float
     image: str = ""                # "blocks", "layers": key in Branch.control of its input, (B or 1, T, C)
-    # "text": for each image of the call, its prompt (0 positive, 1 negative) and its number among that prompt's images
+    # "text": for each image of the call, its prompt (0 positive, 1 negative) and its number among that prompt's images;
+    # "guide": 0 for images that are guided, 1 for others, and 0
     rows: Many[tuple[Natural, Natural]] = ()
 
 
@@ -262,8 +287,8 @@ class Branch:
     # ControlNet residuals, see Family.control_shapes in models/common
     control: ByName[str, Segment] = dataclasses.field(default_factory=dict)
     # block, named as in ComfyUI's patches -> skip the block; return the values from its self-attention, whatever the
-    # queries; or also write `scores`
-    operations: ByName[str, Literal["skip", "values", "scores"]] = dataclasses.field(default_factory=dict)
+    # queries; or also write `scores`; or blur the queries
+    operations: ByName[str, Literal["skip", "values", "scores"] | Blur] = dataclasses.field(default_factory=dict)
     # (ranks of the displaced axis, B, keys), if an operation is "scores": attention weights that each key receives,
     # mean over heads, summed over each rank's queries
     scores: Segment | None = dataclasses.field(default=None, metadata=RESULT)

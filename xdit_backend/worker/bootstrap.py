@@ -1,12 +1,12 @@
 """Start of a rank's process, as a separate program (__main__) or forked with its libraries (forkserver.py)."""
 
-import ctypes
 import gc
 import logging
 import os
 import signal
 import sys
 
+from .. import system
 from ..protocol.devices import own_name
 from .log_rotation import take_over
 
@@ -17,8 +17,6 @@ LEFT_OUT = "transformers", "peft", "optimum", "auto_round", "sdnq", "modelopt"
 # the result.
 LATER = ("bitsandbytes", "torchao", "xformers", "flash_attn", "flash_attn_interface", "flash_attn_3", "sageattention",
          "flashinfer", "kernels")
-TORCHRUN_HANDLES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-PR_SET_NAME = 15                           # linux/prctl.h
 
 
 def run(folder, devices, first_rank, log_folder):
@@ -39,8 +37,8 @@ def run(folder, devices, first_rank, log_folder):
 
 def run_forked(folder, devices, first_rank, log_folder):
     """Call `run` in a process forked from torchrun's, after resetting torchrun's signal handlers and settings."""
-    name_process(f"xdit rank {rank_of(first_rank)}")
-    for number in TORCHRUN_HANDLES:
+    system.name_process(f"xdit rank {rank_of(first_rank)}")
+    for number in system.TERMINATION_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     import tempfile
 
@@ -56,11 +54,6 @@ def run_forked(folder, devices, first_rank, log_folder):
 
 def rank_of(first_rank):
     return int(first_rank) + int(os.environ["LOCAL_RANK"])
-
-
-def name_process(name):
-    """Set the process name that the system shows (at most 15 bytes); a forked process has its parent's arguments."""
-    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
 def import_libraries():

@@ -17,12 +17,14 @@ import torch.distributed as dist
 
 from ..attention.backends import unusable
 from ..distributed.mesh import backend_for, group_options, group_timeout
+from ..distributed.shared_memory.process_group import register as register_shared_memory
 from ..protocol import timeouts
 from ..protocol.channel import connect
 from ..protocol.devices import machine_of, own_name
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerStartError
 from ..protocol.messages import (
     JOINING,
+    STARTING,
     TRYING_LINKS,
     Abort,
     Done,
@@ -54,7 +56,7 @@ def serve(folder, rank, devices, log_file):
     """
     channel = connect(folder)
     store = open_store(folder, rank, devices, channel.send)    # referenced until the process group is destroyed
-    channel.send(Phase(rank, "starting workers"))
+    channel.send(Phase(rank, STARTING))
     commands, busy, ready, aborted = queue.SimpleQueue(), threading.Event(), threading.Event(), set()
     threading.Thread(target=_heartbeat_until, args=(ready, channel, rank), daemon=True).start()
     threading.Thread(target=_read, args=(channel, commands, aborted, store, folder), daemon=True).start()
@@ -62,7 +64,7 @@ def serve(folder, rank, devices, log_file):
     torch.set_grad_enabled(False)
     try:
         prepare_device(device)
-        _join(channel, rank, devices, device, store)
+        _join(channel, rank, devices, device, store, folder)
     except (WorkerStartError, LinkError) as error:
         log.exception("cannot start")
         channel.send(StartFailed(rank, str(error), isinstance(error, LinkError)))
@@ -98,14 +100,15 @@ def serve(folder, rank, devices, log_file):
     dist.destroy_process_group()
 
 
-def _join(channel, rank, devices, device, store):
+def _join(channel, rank, devices, device, store, folder):
     """Join the process group, and test the links between its ranks."""
-    backend = backend_for(devices, dist.is_nccl_available())
+    backend = backend_for(devices, dist.is_nccl_available(), os.environ.get("XDIT_TRANSPORT", "").strip())
+    register_shared_memory(folder)
     channel.send(Phase(rank, JOINING))
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=len(devices), timeout=group_timeout(),
                                 device_id=device if backend == "nccl" else None, pg_options=group_options(backend))
-    except RuntimeError as error:                              # NCCL connects its ranks here
+    except (RuntimeError, OSError) as error:                   # NCCL connects its ranks here
         raise LinkError(f"rank {rank} ({device}) could not join the others: {type(error).__name__}: {error}") from error
     if len(devices) > 1:
         channel.send(Phase(rank, TRYING_LINKS))

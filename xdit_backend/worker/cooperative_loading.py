@@ -28,7 +28,7 @@ class WeightGroups:
 
     def sharing(self, command, mesh, spec, traffic):
         """CooperativeLoad of this rank for a command; None: it copies all its weights. A collective of all ranks."""
-        if not command.copies.is_shared or not can_cooperate(spec, self._world_size):
+        if not command.options.copies.is_shared or not can_cooperate(spec, self._world_size):
             return None
         if not self.has(spec):
             with traffic.entering(dist.group.WORLD):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from ..attention.backends import BackendUse, attend, unusable
 from ..checkpoints.quantisation import kitchen_layers
-from ..checkpoints.quantisation.layer_formats import FORMATS, Layer
+from ..checkpoints.quantisation.layer_formats import FORMATS, ROTATING, Layer
 from ..distributed.collectives import RingExchange, all_gather, all_to_all
 from ..distributed.mesh import make_group
 from ..memory.copy_thread import CopyThread
@@ -214,7 +214,7 @@ def measure_products(device, dtype):
     works = {"": lambda: F.linear(tokens, plain)}
     for format_ in FORMATS:
         layer = Layer(format_, (4 * width, width), dict.fromkeys(FORMATS[format_].scales, ""), 1,
-                      math.gcd(width, MOST_ROTATED) if format_ == "convrot_w4a4" else 0)
+                      math.gcd(width, MOST_ROTATED) if format_ in ROTATING else 0, group=FORMATS[format_].group)
         weight = torch.zeros(layer.stored_shape, dtype=torch.uint8, device=device).view(layer.how.held)
         auxiliary = {name: torch.zeros(shape, dtype=stored_dtype, device=device)
                      for name, (shape, stored_dtype) in layer.auxiliary_as_stored(4 * width).items()}

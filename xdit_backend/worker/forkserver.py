@@ -9,11 +9,9 @@ process has one thread and has not opened a GPU. Otherwise, and on systems where
 torchrun and each rank are separate programs.
 """
 
-import ctypes
 import json
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -21,11 +19,11 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+from .. import system
 from ..autoencoders import FAMILIES as VAES
 from ..models import FAMILIES
 from . import bootstrap, torchrun
 
-PR_SET_PDEATHSIG = 1                       # linux/prctl.h
 MAX_BYTES = 2 ** 20                        # of one request
 
 
@@ -59,8 +57,8 @@ def _prepare():
     """Import all libraries; returns the reason why forking is not possible, or ""."""
     if os.environ.get("XDIT_FORK") == "0":
         return "XDIT_FORK is 0"
-    if sys.platform != "linux":
-        return f"forking is not known to be safe on {sys.platform}"
+    if why_not := system.why_not_fork():
+        return why_not
     with torchrun.no_gpu():
         bootstrap.import_libraries()
         _import_models()
@@ -97,8 +95,8 @@ def _fork(arguments, environment, folder, output, channel):
     try:
         channel.close()
         os.setsid()
-        bootstrap.name_process("xdit torchrun")
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        system.name_process("xdit torchrun")
+        system.end_with_parent()
         if os.getppid() != parent:
             os._exit(1)
         nothing = os.open(os.devnull, os.O_RDONLY)

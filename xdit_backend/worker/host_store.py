@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from .. import system
 from ..protocol.channel import STORE_FILE
 from ..protocol.devices import machine_of
 from ..protocol.messages import StoreRequest
@@ -23,7 +24,8 @@ def open_store(folder, rank, devices, send):
     """
     if machine_of(devices[rank]):
         return HostStore(rank, send)
-    return dist.FileStore(str(Path(folder) / STORE_FILE), -1)  # -1: the host removes the file with its folder
+    # -1: the host removes the file with its folder
+    return dist.FileStore(system.store_path(Path(folder) / STORE_FILE), -1)
 
 
 class HostStore(dist.Store):

@@ -3,12 +3,14 @@
 import os
 from contextlib import suppress
 
+from .. import system
+
 MAX_BYTES = 2 ** 22                        # of a file, and of the rotated one
 
 
 def take_over(path):
     """Redirect stdout and stderr of this process to the end of this file."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    file = system.open_output(path)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
@@ -21,5 +23,5 @@ def keep_small(path):
         if not os.path.exists(path):
             take_over(path)
         elif os.path.getsize(path) > MAX_BYTES:
-            os.replace(path, f"{path}.before")
-            take_over(path)
+            if system.rotate(path, f"{path}.before"):
+                take_over(path)

@@ -3,15 +3,13 @@
 For a CPU worker it is the process's anonymous memory: mapped files and shared memory are not counted.
 """
 
-import ctypes
 import math
-import sys
 import time
 from pathlib import Path
 
-import psutil
 import torch
 
+from .. import system
 from ..memory.system_memory import available_memory
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -74,7 +72,7 @@ class Memory:
             before = torch.cuda.memory_reserved(self._device)
             torch.cuda.empty_cache()
             freed_bytes = before - torch.cuda.memory_reserved(self._device)
-        return_freed_memory()
+        system.trim_heap()
         self._is_emptied, self._until_s = True, math.inf
         return {"given_bytes": freed_bytes}
 
@@ -98,16 +96,9 @@ class Memory:
                 "activation_bytes": max(0, peak)}
 
 
-def return_freed_memory():
-    """Return freed memory from the C library to the system; CPU workers' allocator settings keep it for activations."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:                                       # glibc's
-        trim(0)
-
-
 def _status():
     """Bytes of this process's memory by kind; RssAnon is its anonymous memory."""
     fields = dict(line.split(":", 1) for line in STATUS.read_text().splitlines()) if STATUS.exists() else {}
     if "RssAnon" not in fields:                                # not Linux, or gVisor, which reports less
-        return {"RssAnon": psutil.Process().memory_info().rss}
+        return {"RssAnon": system.private_bytes()}
     return {name: int(fields[name].split()[0]) * 1024 for name in ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem")}

@@ -16,13 +16,12 @@ from ..checkpoints.weight_deltas import change_weights
 from ..checkpoints.weight_versions import Versions
 from ..distributed.collectives import Traffic, all_gather
 from ..hooks.forward_context import ForwardContext, rows_of, tokens_of
-from ..hooks.replicated_unet import ReplicatedHooks
+from ..hooks.install import install_hooks
+from ..hooks.model_hooks import ModelHooks
 from ..hooks.token_shards_io import message_size
-from ..hooks.transformer import Hooks
-from ..hooks.unet import UNetHooks
 from ..memory.staging import PinnedAhead, on_device
 from ..models import FAMILIES
-from ..partition import FULL, cut_bands, ranks_by_part, split_stages, stage_blocks, stage_of
+from ..partition import FULL, ranks_by_part, split_stages, stage_blocks, stage_of
 from ..protocol.errors import XDiTError
 from ..protocol.shared_memory import map_segment
 from .device_probe import matrix_flops_s
@@ -58,7 +57,7 @@ class Models:
         if spec.name in self._loaded:
             return self._loaded[spec.name].residency.numbers
         family = FAMILIES[spec.family]
-        if family.is_comfyuis and not family.is_replicated and family.transformer not in self._checked:
+        if family.is_comfyuis and family.blocks and family.transformer not in self._checked:
             check_split(family)
             self._checked.add(family.transformer)
         count, traffic = itertools.count(), traffic or Traffic()
@@ -83,9 +82,8 @@ class Models:
         if transformer.offloaded is not None:
             transformer.offloaded.restore()                    # allocates the buffers: fails here if memory is short
         on_compile = functools.partial(self._report_phase, "compiling blocks")
-        kind = ReplicatedHooks if family.is_replicated else UNetHooks
-        hooks = (kind(model, family.plan, transformer.offloaded, on_compile) if family.is_unet
-                 else Hooks(model, family.plan, transformer.splits, transformer.offloaded, on_compile))
+        hooks = install_hooks(model, family.plan, splits=transformer.splits, offloaded=transformer.offloaded,
+                              on_compile=on_compile)
         self._loaded[spec.name] = Loaded(transformer, hooks, getattr(torch, spec.compute_dtype), blocks,
                                          self._residency(transformer))
         return self._loaded[spec.name].residency.numbers
@@ -225,7 +223,7 @@ class Loaded:
     """A model on this rank."""
 
     transformer: Transformer
-    hooks: Hooks | UNetHooks | ReplicatedHooks
+    hooks: ModelHooks
     dtype: torch.dtype             # compute dtype
     blocks: range                  # the blocks of this rank's stage; all without stages
     residency: Residency | None = None
@@ -244,17 +242,17 @@ class Loaded:
             fields[name] *= family.latent.sequences(latent.shape)
         if "key_values" in fields:
             fields |= {"cached_blocks": self.blocks, "step": tuple(timestep.flatten().tolist())}
-        if exchange is not None and family.is_unet:
-            fields["bands"] = cut_bands(latent.shape[2], exchange.num_ranks, 2 ** (self.hooks.num_levels - 1),
-                                        mesh.sequence_speeds)
+        if exchange is not None:
+            fields["bands"] = self.hooks.bands_of(exchange, latent.shape[2], mesh)
         call = latent, on_device(timestep, latent.device), conditioning, self.transformer.config, patch
         context = ForwardContext(
             family.inputs(*call),
             mesh, traffic, self.blocks if mesh.degrees["pipefusion"] > 1 else range(num_blocks), num_blocks,
             tokens_of(family, mesh, latent.shape, conditioning, patch), patch,
-            None if patch is None else rows_of(family, latent.shape, patch), biases=family.biases_of(*call), **fields)
+            None if patch is None else rows_of(family, latent.shape, patch), **fields)
+        context.patches.biases = family.biases_of(*call)
         if control:
-            context.control = PinnedAhead(self.hooks.own_control(control, context), latent.device)
+            context.patches.control = PinnedAhead(self.hooks.own_control(control, context), latent.device)
         return context
 
     def received_size(self, mesh, shape, conditioning, patch=None):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ..attention.backends import BackendUse
 from ..distributed.mesh import build_mesh, with_speeds
+from ..hooks.forward_context import ModelPatches
 from ..memory.staging import on_device
 from ..parallel.displaced_exchange import Exchange
 from ..parallel.pipefusion import Link
@@ -103,7 +104,8 @@ class Predictions:
         missing."""
         if command.layout not in self._meshes or command.model not in self._models:
             return False
-        if command.copies.is_shared and not self._weight_groups.has(self._models[command.model].transformer.spec):
+        spec, copies = self._models[command.model].transformer.spec, command.options.copies
+        if copies.is_shared and not self._weight_groups.has(spec):
             return False
         if any(branch.conditioning not in self._conditioning for branch in command.branches):
             return False
@@ -114,12 +116,13 @@ class Predictions:
         """Run this rank's branch, batch slice, stage and token shard. The first rank of the last stage writes the
         prediction."""
         loaded, mesh = self._models[command.model], self._entered_mesh(command, traffic)
-        self._backend = BackendUse(command.backend.name, command.backend.is_required, self._backend.modules)
+        choice = command.options.backend
+        self._backend = BackendUse(choice.name, choice.is_required, self._backend.modules)
         clock, waits, offloaded = self._clock, [], loaded.transformer.offloaded
         start, weight_waits = clock.mark(), [] if offloaded is None else offloaded.time_waits(clock.mark)
         sharing = self._weight_groups.sharing(command, mesh, loaded.transformer.spec, traffic)
         if offloaded is not None:
-            offloaded.copy_by(command.copies.is_pageable, sharing)
+            offloaded.copy_by(command.options.copies.is_pageable, sharing)
         try:
             self._post_receives(command)
         finally:
@@ -244,7 +247,8 @@ class Predictions:
         if conditioning in self._exchanges and (command.keep or command.stale):
             return self._exchanges[conditioning]
         # stale activations that are never updated are not extrapolated
-        extrapolation = command.extrapolation if MODES[command.displaced_mode].publishes else 0.0
+        updates = command.keep and MODES[command.displaced_mode].publishes
+        extrapolation = command.options.extrapolation if updates else 0.0
         exchange = Exchange(mesh.displaced_group, mesh.degrees["displaced"], mesh.ranks["displaced"],
                             extrapolation=extrapolation)
         if command.keep:
@@ -259,13 +263,13 @@ class Predictions:
                         for name, tensor in self._conditioning[branch.conditioning].items()}
         call_conditioning = {name: on_device(tensor[rows] if tensor.shape[0] == batch else tensor, self._device)
                              for name, tensor in self._call_conditioning(branch).items()}
-        conditioning |= {name: tensor.to(loaded.dtype) if name in loaded.family.components else tensor
+        conditioning |= {name: tensor.to(loaded.dtype) if name in loaded.family.components.names else tensor
                          for name, tensor in call_conditioning.items()}
         keeping = {} if exchange is None else {"exchange": exchange, "first_image": first}
         if exchange is None and (command.keep or command.patch is not None):
             start, size = _own_images(batch, mesh)
-            keeping = {"key_values": self._cached(loaded, branch.conditioning), "extrapolation": command.extrapolation,
-                       "first_image": first - start, "num_images": size}
+            keeping = {"key_values": self._cached(loaded, branch.conditioning), "first_image": first - start,
+                       "num_images": size}
         if branch.cached is not None:
             keeping["references"] = ReferenceUse(self._references, branch.cached.rows[rows], branch.cached.fills,
                                                  loaded.family.plan.cached_references)
@@ -274,11 +278,11 @@ class Predictions:
         added = {name: maps[segment.path] for name, segment in branch.control.items()}
         control = {name: tensor[rows] if tensor.shape[0] == batch else tensor for name, tensor in added.items()}
         scores = None if branch.scores is None else self._map(branch.scores)[:, rows]
+        patches = ModelPatches(branch.operations, branch.guided, branch.free_u, branch.tiles,
+                               self.networks.of(branch.networks, rows), scores)
         return loaded.context(mesh, traffic, latent, self._map(branch.timestep)[rows], conditioning, command.patch,
-                              control=control, operations=branch.operations, scores=scores, guided=branch.guided,
-                              networks=self.networks.of(branch.networks, rows), free_u=branch.free_u,
-                              tiles=branch.tiles, compile_backend=command.compile_backend, backend=self._backend,
-                              attention_exchange=command.exchange, **keeping)
+                              control=control, patches=patches, options=command.options, backend=self._backend,
+                              **keeping)
 
     def _call(self, exchange, command, branch, traffic):
         """Context of one call of a model with the command's displaced_mode."""

@@ -52,9 +52,9 @@ def _largest_error(family):
     conditioning = {name: torch.randint(3, shape, generator=generator) if name.endswith(("_idx", "_ids"))
                     else torch.randn(shape, generator=generator)
                     for name, shape in conditioning_shapes(family, config, latent.shape, TEXT).items()}
-    if family.components:
+    if family.components.names:
         conditioning |= {name: torch.randn(shape, generator=generator)
-                         for name, shape in family.call_shapes(config, latent.shape).items()}
+                         for name, shape in family.components.shapes(config, latent.shape).items()}
     timestep = torch.full((1,), 0.7 * family.time_scale)
     output = model(**family.inputs(latent, timestep, conditioning, config))[0]
     expected = family.prediction(output, latent)

@@ -10,10 +10,12 @@ import os
 
 import torch
 import torch.nn.functional as F
+from torchvision.transforms.functional import gaussian_blur
 
 from ....xdit_backend.protocol.errors import UnsupportedError
-from ....xdit_backend.protocol.specs import Nag
+from ....xdit_backend.protocol.specs import Blur, Nag
 from . import image_adapters, unet_patches
+from .ltx_guidance import value_blocks
 from .unet_patches import cell
 
 HYPERNETWORK = "load_hypernetwork_patch.<locals>.hypernetwork_patch.__call__"
@@ -26,6 +28,8 @@ KNOWN = {
     "dit": {("nodes_slg.py", "SkipLayerGuidanceDiT.execute.<locals>.skip"): "skip",
             ("nodes_slg.py", "SkipLayerGuidanceDiTSimple.execute.<locals>.skip"): "skip"},
     "attn1": {("nodes_pag.py", "PerturbedAttentionGuidance.execute.<locals>.perturbed_attention"): "values",
+              ("guidance_utils.py", "perturbed_attention"): "values",          # of sd-perturbed-attention
+              ("guidance_utils.py", "seg_attention_wrapper.<locals>.seg_attention"): "blur",
               ("nodes_sag.py", "SelfAttentionGuidance.execute.<locals>.attn_and_record"): "scores"},
     "attn1_output_patch": {("nodes_nag.py", "NAGuidance.execute.<locals>.nag_attention_output_patch"): "nag",
                            ("nodes_hypertile.py", "HyperTile.execute.<locals>.hypertile_out"): "tiles",
@@ -62,6 +66,7 @@ def operation_of(kind, function):
     name, marker = _named(kind, function), object()
     tests = {"skip": lambda: function(marker, None) is marker,
              "values": lambda: function(None, None, marker, None) is marker,
+             "blur": lambda: _blurs_queries(function),
              "scores": lambda: _writes_scores(function), "nag": lambda: _is_nag(function),
              **dict.fromkeys(("network", "audio_attention", "speaker_masks", "style_tokens", "lllite", "residuals",
                               "merges"), lambda: True),
@@ -81,15 +86,15 @@ def _named(kind, function):
     return code and KNOWN.get(kind, {}).get((os.path.basename(code.co_filename), called.__qualname__))
 
 
-def operations_of(family, config, transformer_options):
+def operations_of(family, config, transformer_options, shape, displaced_degree):
     """Return {block, by ComfyUI's name: operation} of a call, for the blocks that the model has; ComfyUI's models
-    ignore other blocks as well.
+    ignore other blocks as well. shape: of the latent.
 
-    Raises UnsupportedError if ComfyUI's model supports no such patches.
+    Raises UnsupportedError if ComfyUI's model supports no such patches, or the workers not with this displaced_degree.
     """
     found = {}
     for kind, replaced in transformer_options.get("patches_replace", {}).items():
-        if kind == image_adapters.KIND and family.is_unet:           # sampling/image_adapters.py
+        if kind == image_adapters.KIND and family.plan.is_unet:           # sampling/image_adapters.py
             continue
         blocks = _blocks(family, config, kind)
         if replaced and not blocks:
@@ -101,20 +106,27 @@ def operations_of(family, config, transformer_options):
                 if operation == "scores" and family.has_frames_as_batch:
                     raise UnsupportedError("Remove Self-Attention Guidance: the node needs attention between the "
                                            f"pixels of one image, and {family.name} also attends along frames there.")
+                if operation == "blur":
+                    if displaced_degree > 1:
+                        raise UnsupportedError("Use cfg_degree or data_degree instead of displaced_degree: Smoothed "
+                                               "Energy Guidance blurs queries over the full image.")
+                    sigma = cell(function, "blur_sigma").cell_contents
+                    operation = Blur(float(sigma), *shape[-2:])
                 # scores are those of the negative prompt
                 if operation != "scores" or 1 in transformer_options.get("cond_or_uncond", ()):
                     found[name] = operation
-            elif family.takes_unet_patches:
+            elif family.plan.takes_unet_patches and family.has_frames_as_batch:
                 raise UnsupportedError(f"Remove the node that replaces attention in {name}, or use Load Diffusion "
                                        f"Model: for {family.name} xDiT supports this in the middle block only.")
-    return found
+    values = {f"double_block.{number}" for number in value_blocks(family, transformer_options)}
+    return dict.fromkeys(values & family.plan.patched_blocks(config, "dit"), "values") | found
 
 
 def guided_of(family, transformer_options):
     """Return the specs.Nag of a call in their order; () for a call with one prompt, in which ComfyUI's nodes do
     nothing. Raises UnsupportedError if ComfyUI's model ignores such patches."""
     functions, prompts = _guiding(transformer_options), transformer_options.get("cond_or_uncond", ())
-    if functions and not (family.takes_unet_patches or family.plan.takes_output_patches):
+    if functions and not family.plan.takes_output_patches:
         raise _ignored_patches(family, OUTPUT)
     if not (0 in prompts and 1 in prompts):
         return ()
@@ -169,7 +181,7 @@ def caches_references(family, transformer_options):
     removing = _of_operation("reference_removal", transformer_options).get("post_input", [])
     if not (caching or removing):
         return False
-    if family.takes_unet_patches or family.plan.cached_references is None:
+    if family.plan.cached_references is None:
         raise UnsupportedError(f"Remove Flux KV Cache: it is for Flux models, and this is {family.name}.")
     if len(caching) != 1 or caching != [cell(function, CACHE).cell_contents for function in removing]:
         raise UnsupportedError("Use Flux KV Cache once, without changing its patches: this MODEL has patches of "
@@ -189,7 +201,7 @@ def free_u_of(family, transformer_options, control=None):
     """Return the specs.FreeU and Shrink of a call in their order. Raises UnsupportedError if ComfyUI's model ignores
     them, and as unet_patches.joins_of."""
     functions = transformer_options.get("patches", {}).get(OUTPUT_BLOCK, ())
-    if functions and not family.takes_unet_patches:
+    if functions and not family.plan.takes_unet_patches:
         raise _ignored_patches(family, OUTPUT_BLOCK)
     return unet_patches.joins_of(family, transformer_options, control, functions)
 
@@ -211,13 +223,11 @@ def tiles_of(family, config, transformer_options, shape):
     Raises UnsupportedError if ComfyUI's model ignores it, if tiles are selected at random, if the attention is also
     replaced, or if its keys are not pixels of one image; and for ToMe.
     """
-    if _of_operation("merges", transformer_options):
-        raise UnsupportedError("Remove TomePatchModel, or use Load Diffusion Model: it selects the tokens to merge at "
-                               "random in every layer, and each device would select different ones.")
+    refuse_random_merges(transformer_options)
     functions = _of_operation("tiles", transformer_options).get("attn1_patch", [])
     if not functions:
         return {}
-    if not family.takes_unet_patches:
+    if not family.plan.takes_unet_patches:
         raise _ignored_patches(family, "attn1_patch")
     if family.has_frames_as_batch or config["only_cross_attention"]:
         raise UnsupportedError(f"Remove HyperTile: some tokens that it cuts into tiles in {family.name} are not pixels "
@@ -260,6 +270,22 @@ def _cuts_tiles(function):
     return torch.equal(cut, tokens.view(rows, height, columns, width).transpose(1, 2).reshape(rows * columns, -1, 1))
 
 
+def refuse_random_merges(transformer_options):
+    """Raise UnsupportedError for ToMe."""
+    if _of_operation("merges", transformer_options):
+        raise UnsupportedError("Remove TomePatchModel, or use Load Diffusion Model: it selects the tokens to merge at "
+                               "random in every layer, and each device would select different ones.")
+
+
+def refuse_patches(family, config, transformer_options):
+    """Raise UnsupportedError for patches that a call of this family's model would reject whatever its inputs are.
+    config: arguments of the transformer's class."""
+    refuse_random_merges(transformer_options)
+    for check in (guided_of, free_u_of, caches_references):
+        check(family, transformer_options)
+    operations_of(family, config, transformer_options)
+
+
 class Scores:
     """Attention scores of a call's negative prompt, for Self-Attention Guidance. buffer: filled by the workers, see
     specs.Branch.scores."""
@@ -283,7 +309,8 @@ class Scores:
 
 def scores_of(family, config, transformer_options, shape, displaced_degree):
     """Return the Scores of a call, or None if no node reads them or the call has no negative prompt."""
-    wanted = "scores" in operations_of(family, config, transformer_options).values()
+    operations = operations_of(family, config, transformer_options, shape, displaced_degree)
+    wanted = "scores" in operations.values()
     return Scores(family, config, transformer_options, shape, displaced_degree) if wanted else None
 
 
@@ -330,6 +357,25 @@ def _removes_references(function):
         del cache["tested"]
 
 
+def _blurs_queries(function):
+    """Whether this function is attention whose queries are blurred as in xdit_backend/hooks/unet_patches.py. Tested
+    with an image of 8 x 12 tokens, against torchvision's blur."""
+    sigma, (rows, columns, heads, size) = cell(function, "blur_sigma").cell_contents, (8, 12, 2, 4)
+    query, key, value = torch.randn(3, 1, rows * columns, heads * size, generator=torch.Generator().manual_seed(0))
+    out = function(query.clone(), key, value, {"n_heads": heads, "original_shape": [1, 4, 8 * rows, 8 * columns]})
+    taps = min(math.ceil(6 * sigma) // 2 * 2 + 1, columns + 1)
+    if sigma < 0:
+        query = query.mean(1, keepdim=True).expand_as(query)
+    elif taps // 2 < rows:
+        image = query.transpose(1, 2).unflatten(2, (rows, columns))
+        query = gaussian_blur(image, [taps, taps], [sigma, sigma]).flatten(2).transpose(1, 2)
+    else:                                                      # wider than the image
+        return False
+    query, key, value = (each.unflatten(2, (heads, size)).transpose(1, 2) for each in (query, key, value))
+    expected = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+    return torch.allclose(out, expected, atol=1e-4)
+
+
 def _writes_scores(function):
     """Whether this function is attention that writes its scores to the node's variable."""
     query, key, value = torch.randn(3, 1, 2, 4, generator=torch.Generator().manual_seed(0))
@@ -344,6 +390,21 @@ def _writes_scores(function):
         scores_of_node.cell_contents = before
 
 
+def _outer_blocks(config):
+    """ComfyUI's names of the blocks with attention in a U-Net's encoder and decoder, and of those in each."""
+    found, depths = set(), config["transformer_layers_per_block"]
+    for side, number, more, types, depths_of_side in (
+            ("input", 1, 0, config["down_block_types"], depths),
+            ("output", 0, 1, config["up_block_types"], config["reverse_transformer_layers_per_block"] or depths[::-1])):
+        for type_, depth in zip(types, depths_of_side):
+            for layer in range(config["layers_per_block"] + more):
+                if type_.startswith("CrossAttn"):
+                    name = f"{side}.{number + layer}"
+                    found |= {name, *(f"{name}.{index}" for index in range(depth))}
+            number += config["layers_per_block"] + 1           # of the encoder, a layer that halves the image
+    return found
+
+
 def _ignored_patches(family, kind):
     return UnsupportedError(f"Remove the node ({NODES}): ComfyUI's {family.name} does not support the patches that it "
                             f"adds to this workflow ({kind}) and would silently ignore them.")
@@ -351,8 +412,6 @@ def _ignored_patches(family, kind):
 
 def _blocks(family, config, kind):
     """Names of the blocks that patches of a kind can replace."""
-    if family.takes_unet_patches:
-        depths = config["transformer_layers_per_block"]
-        return {"middle.0", *(f"middle.0.{number}" for number in range(depths[-1]))} if kind == "attn1" else set()
-    return {f"{list_.patched}_block.{number}" for list_ in family.blocks if list_.patched and kind == "dit"
-            for number in range(config[list_.count])}
+    found = family.plan.patched_blocks(config, kind)
+    has_outer = kind == "attn1" and family.plan.takes_unet_patches and not family.has_frames_as_batch
+    return found | _outer_blocks(config) if has_outer else found

@@ -16,12 +16,18 @@ WIDTH, TOKENS = 8, 3                       # of the block that is computed
 
 
 def variant_of(family):
-    """{conditioning: tensor} by which the family's workers know which version of ComfyUI's class to compute as."""
+    """Return {conditioning: tensor} that tells the family's workers which version of ComfyUI's class to compute as."""
     return {AGAIN: torch.zeros(1)} if AGAIN in family.conditioning and _norms_video_again() else {}
 
 
+def constants_of(base_model):
+    """Arguments that ComfyUI's BaseModel adds to every call, and without which its class computes something else."""
+    # MiniMax H3's, from 0.31 on; 1 where the latent is the video alone
+    return {"minimax_payload": {"audio_scale": 4.0}} if hasattr(type(base_model), "audio_scale") else {}
+
+
 class _Recorder(torch.nn.Module):
-    """An attention that gives a constant, and keeps its inputs."""
+    """An attention that returns a constant and records its inputs."""
 
     def __init__(self, value):
         super().__init__()
@@ -34,8 +40,8 @@ class _Recorder(torch.nn.Module):
 
 @functools.cache
 def _norms_video_again():
-    """Does video-to-audio attention of ComfyUI's LTX-2 read the video after audio-to-video attention has been added to
-    it? From 0.31 on it does. Raises UnsupportedError where it reads neither that nor the video as it was before."""
+    """Return whether video-to-audio attention of ComfyUI's LTX-2 reads the video after audio-to-video attention was
+    added, as from 0.31 on. Raises UnsupportedError if it reads neither that video nor the one from before."""
     try:
         with torch.no_grad():
             before, after, read = _video_of_block()
@@ -48,7 +54,7 @@ def _norms_video_again():
 
 
 def _video_of_block():
-    """The video before and after audio-to-video attention, normed, and what the attention from video to audio reads."""
+    """Return the video before and after audio-to-video attention, normed, and the input of video-to-audio attention."""
     block = av_model.BasicAVTransformerBlock(WIDTH, WIDTH, 1, 1, WIDTH, WIDTH, WIDTH, WIDTH, dtype=torch.float32,
                                              device="cpu", operations=comfy.ops.disable_weight_init)
     for parameter in block.parameters():

@@ -1,5 +1,5 @@
 """Model options: checks everything that nodes put on a MODEL. What ComfyUI itself applies around the model is allowed,
-everything else is rejected.
+and so are options that ComfyUI's code does not read; everything else is rejected.
 
 Nodes change a MODEL through attributes of its ModelPatcher, options of each call, and the modules themselves. The
 workers know only the file, so that any change not listed here with a reason would be silently ignored; it is rejected
@@ -15,10 +15,12 @@ from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP, ge
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.shared_memory import dtype_name
 from . import image_adapters
-from .attention_override import OVERRIDE, backend_of, override_backend
+from .attention_override import OVERRIDE, backend_of, override_backend, packages_called
 from .block_patches import operation_of
 from .comfyui_version import refuse_new_keys
 from .lora_bypass import refused_injections
+from .ltx_guidance import ignored_guidance
+from .option_keys import MODEL, TRANSFORMER, functions_in, is_read, is_read_by_patches
 from .proxy_modules import PULID_FLUX, changed_modules, is_module
 
 OURS = "xdit"                                                  # prefix of our own options
@@ -64,6 +66,8 @@ TRANSFORMER_OPTIONS = {
 REFUSED_OPTIONS = {
     "patches": "model patches", "patches_replace": "model patches that replace parts of the model",
     "rope_options": "a changed rotary scale",
+    "animate2_cache": "WanAnimate2Cache, for a model that xDiT does not run yet,",
+    "qwen_image21_cache": "QwenImage21Cache, for a model that xDiT does not run yet,",
     "ar_state": "the sampler ar_video (Sampler AR Video), which caches earlier frames in the model,",
 }
 # of a diffusion model: position method for references if a workflow sets none; remote_model.py reads it at each call
@@ -105,12 +109,18 @@ def refuse_patcher(patcher, runs=False):
             found.append(_named(REFUSED.get(name, f"an attribute that ComfyUI does not know, {name}"), value))
     _override(patcher.model_options.get("transformer_options", {}))
     found += _compute_dtype(patcher, runs)
-    _refuse(found + changed_modules(patcher.model.diffusion_model, patcher.remote.modules))
+    remote = patcher.remote
+    _refuse(found + changed_modules(patcher.model.diffusion_model, remote.modules, remote.forwards))
 
 
 def refuse_model_options(model_options, family):
     """Raise UnsupportedError if the options of a run contain anything that the workers do not support."""
     _refuse(_model_options(model_options, family))
+
+
+def refuse_described(what):
+    """Raise UnsupportedError for what a node adds to a MODEL, as a run with it does. what: its description."""
+    _refuse([what])
 
 
 def refuse_call(family, transformer_options, extra, diffusion_model):
@@ -146,9 +156,10 @@ def call_backend(config, transformer_options):
     return backend_of(config, _override(transformer_options))
 
 
-def refuse_changed_modules(module, modules):
-    """Raise UnsupportedError if modules of a proxy model have changed since it was created."""
-    _refuse(changed_modules(module, modules))
+def refuse_changed_modules(module, modules, forwards):
+    """Raise UnsupportedError if modules of a proxy model have changed since it was created. forwards: its
+    ForwardPatches."""
+    _refuse(changed_modules(module, modules, forwards))
 
 
 def _refuse(found):
@@ -166,14 +177,25 @@ def _named(text, value):
 
 
 def _model_options(options, family):
-    found = [f"{key} in its model_options" for key, value in options.items()
-             if key not in MODEL_OPTIONS and not key.startswith(OURS) and not _is_empty(value)]
+    found = [text for key, value in options.items() if key not in MODEL_OPTIONS for text in _unknown(MODEL, key, value)]
+    found += [f"{node}, which ComfyUI's model of {family.name} ignores,"
+              for node in ignored_guidance(family, options.get("sampler_post_cfg_function", ()))]
     return found + _transformer_options(_without(family, options.get("transformer_options", {})))
+
+
+def _unknown(options, key, value, call_options={}):
+    """Describe an option of another pack if code that runs inside the model reads it, or if it has functions.
+    call_options: transformer_options with the functions that nodes have put inside."""
+    if str(key).startswith(OURS) or _is_empty(value):
+        return []
+    if is_read(options, key) or is_read_by_patches(key, call_options):
+        return [f"{key} in its {options}"]
+    return [f"a function in its {options} ({key}: {name})" for name in functions_in(value)[:1]]
 
 
 def _without(family, options):
     """The transformer_options without those that the family's model reads, as ComfyUI's does."""
-    own = {*family.options, *(["rope_options"] if SCALES in family.conditioning else [])}
+    own = {*family.components.options, *(["rope_options"] if SCALES in family.conditioning else [])}
     return {key: value for key, value in options.items() if key not in own}
 
 
@@ -206,8 +228,8 @@ def _transformer_options(options):
             found.append(REFUSED_OPTIONS[key])
         elif key in REFUSED_OPTIONS:
             found += [] if not value or _is_empty(value) else [_named(REFUSED_OPTIONS[key], value)]
-        elif key not in TRANSFORMER_OPTIONS and not str(key).startswith(OURS) and not _is_empty(value):
-            found.append(f"{key} in its transformer_options")
+        elif key not in TRANSFORMER_OPTIONS:
+            found += _unknown(TRANSFORMER, key, value, options)
     return found + _wrappers(options.get("wrappers", {})) + _callbacks(options.get("callbacks", {}))
 
 
@@ -217,7 +239,8 @@ def _override(transformer_options):
     function = transformer_options.get(OVERRIDE)
     backend = None if function is None else override_backend(function)
     if function is not None and backend is None:
-        name = getattr(function, "__qualname__", type(function).__name__)
+        name = ", which calls ".join([getattr(function, "__qualname__", type(function).__name__),
+                                      *packages_called(function)])
         _refuse([f"an attention override ({name}): set attention in xDiT Parallel Config instead,"])
     return backend
 
@@ -255,7 +278,8 @@ def _object_patches(patcher):
     for name, value in patcher.object_patches.items():
         top, _, rest = name.partition(".")
         known = (rest in patcher.remote.modules and is_module(value, patcher.remote.modules[rest][0])
-                 or rest == DEFAULT_METHOD and "ref_latents_method" in patcher.remote.family.choices)
+                 or rest == DEFAULT_METHOD and "ref_latents_method" in patcher.remote.family.choices
+                 or patcher.remote.forwards.of_object_patch(patcher.remote.modules, rest, value))
         if top == "diffusion_model" and not known:
             is_attention = rest.endswith(".comfy_attention")   # which a LoRA's file may set
             found.append(f"an attention backend for one module ({rest.removesuffix('.comfy_attention')}; attention in "

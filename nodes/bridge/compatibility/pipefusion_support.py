@@ -7,6 +7,7 @@ The reasons are passed to remote_model.py in transformer_options.
 from comfy.patcher_extension import WrappersMP
 
 from .block_patches import compares_branches, has_cached_references, lllites_in, networks_in, residual_networks_in
+from .option_keys import MODEL, is_read
 
 # Known to leave the model's calls as the workers need them; anything else makes every step synchronous.
 # of a prompt: ComfyUI cuts the latent for it, or masks its prediction
@@ -21,9 +22,11 @@ GUIDANCE = {"sampler_cfg_function": "a node that changes guidance",
 HARMLESS = {"transformer_options", "disable_cfg1_optimization", "to_load_options", "torch_compile_kwargs"}
 OPTIONS = {"model_function_wrapper": "a node that wraps the model's function", "context_handler": "context windows"}
 CACHE = "Flux KV Cache"
+TEXT_GUIDE = "guidance of the attention to the text"
 # objects of the MODEL that may be replaced; diffusion_model by a compiled one, see proxy_modules.py
 OBJECTS = {"model_sampling", "latent_format", "diffusion_model",
            "diffusion_model.params.default_ref_method"}
+INSIDE = "diffusion_model."
 # samplers that work elementwise in space, by the names of their functions
 ELEMENTWISE = {f"sample_{name}" for name in (
     "euler", "euler_cfg_pp", "euler_ancestral", "euler_ancestral_cfg_pp", "heun", "heunpp2", "exp_heun_2_x0",
@@ -55,11 +58,11 @@ def why_synchronous(conds, model_options):
             if entry.get(key) is not None:
                 return text
     for key, value in model_options.items():
-        if key not in HARMLESS and key not in GUIDANCE and value is not None:
+        if key not in HARMLESS and key not in GUIDANCE and value is not None and is_read(MODEL, key):
             return OPTIONS.get(key, f'a node that sets "{key}" on the MODEL')
-    for wrappers in options.get("wrappers", {}).values():
+    for kind, wrappers in options.get("wrappers", {}).items():
         for key, functions in wrappers.items():
-            if key not in (KEY, COMPILE_KEY) and functions:
+            if kind != WrappersMP.PREPARE_SAMPLING and key not in (KEY, COMPILE_KEY) and functions:
                 name = key or getattr(functions[0], "__qualname__", type(functions[0]).__name__).partition(".")[0]
                 return f"a node that wraps the sampling ({name})"
     return None
@@ -69,7 +72,9 @@ def why_synchronous_run(sampler, guider):
     """The same for a full run: from its sampler and the MODEL of ComfyUI's guider."""
     if getattr(getattr(sampler, "sampler_function", None), "__name__", "") == "dpm_adaptive_function":
         return "dpm_adaptive, which selects its steps by an error over the full latent"
-    replaced = sorted(set(guider.model_patcher.object_patches) - OBJECTS)
+    remote, patches = guider.inner_model.remote, guider.model_patcher.object_patches
+    replaced = sorted(name for name, value in patches.items() if name not in OBJECTS
+                      and not remote.forwards.is_local(remote.modules, name.removeprefix(INSIDE), value))
     return f"a node that replaces {replaced[0]} of the MODEL" if replaced else None
 
 
@@ -83,7 +88,7 @@ def why_drained(sampler, conds, base_model, model_options):
     for key, text in GUIDANCE.items():
         if model_options.get(key):
             return text
-    if base_model.remote.family.components:
+    if base_model.remote.family.components.names:
         return "a latent of several components, which ComfyUI packs into one row for the sampler"
     function = getattr(sampler, "sampler_function", None)
     if function is None or not function.__module__.startswith("comfy.") or function.__name__ not in ELEMENTWISE:
@@ -101,6 +106,8 @@ def why_one_call(base_model, model_options):
         return "Normalized Attention Guidance"
     if has_cached_references(options):
         return CACHE
+    if base_model.remote.forwards.guides(base_model.remote.modules):
+        return TEXT_GUIDE
     if (model_options.get("model_function_wrapper")
             or any(functions for by_key in around for functions in by_key.values())):
         return "a node that wraps the model's calls"

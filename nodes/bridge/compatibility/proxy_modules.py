@@ -61,9 +61,9 @@ def remember_modules(model):
             for name, module in model.named_modules()}
 
 
-def changed_modules(model, modules):
+def changed_modules(model, modules, forwards):
     """Describe the changes to a proxy model's modules since remember_modules. model: the BaseModel's current diffusion
-    model.
+    model. forwards: its ForwardPatches.
 
     Hooks on the diffusion model itself are allowed, as they run here around the workers' prediction; hooks on modules
     inside it would not run. Compiling does not change a result.
@@ -81,7 +81,8 @@ def changed_modules(model, modules):
         keys = [key for key, value in now.items()
                 if not _same(value, remembered.get(key, None))] + [key for key in remembered if key not in now]
         for key in keys:
-            if key not in COMPILED and not (module is root and "hook" in key):
+            if (key not in COMPILED and not (module is root and "hook" in key)
+                    and not (name and key in now and forwards.of_attribute(modules, name, key, now[key]))):
                 path = ".".join(filter(None, ("diffusion_model", name)))
                 found.append(f"hooks on {path}" if "hook" in key else f"a changed {path}.{key.removeprefix('_')}")
     return found

@@ -50,7 +50,7 @@ def under_comfyui_names(tensors, checkpoint):
 def marker_tensors_of(checkpoint):
     """Return {ComfyUI's name: tensor} of tensors whose presence, or length for a number, stands for a setting of
     config.json in ComfyUI's detection."""
-    found = {name: checkpoint.folder_config.get(key) for key, name in checkpoint.family.marker_tensors.items()}
+    found = {name: checkpoint.folder_config.get(key) for key, name in checkpoint.family.folder.marker_tensors.items()}
     return {name: torch.zeros(0 if value is True else value) for name, value in found.items() if value}
 
 

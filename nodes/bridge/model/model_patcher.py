@@ -10,6 +10,7 @@ from ....xdit_backend.protocol.errors import UnsupportedError
 from ..compatibility.block_patches import networks_in
 from ..compatibility.model_options import compute_dtype_of, refuse_patcher
 from ..workers.vram_accounting import RemotePatcher
+from .family_check import refuse_difference
 from .state_dict import read_weights
 from .weight_patches import PREFIX, changes_of, computed_patches, effective_patches, file_of, patched
 
@@ -27,6 +28,9 @@ class ProxyPatcher(RemotePatcher):
     def pre_run(self):
         super().pre_run()
         refuse_patcher(self, runs=True)                        # again, after ComfyUI's callbacks
+        if hasattr(self.model, "diffusion_model"):
+            refuse_difference(self.remote.family, self.remote.comparison.result(),
+                              bool(self.patches or self.injections or self.hook_patches))
 
     def load(self, *args, **kwargs):
         self.remote.use_changes(changes_of(self), self.patches_uuid)

@@ -32,9 +32,10 @@ from ..workers.vram_accounting import load_device_of
 from ..workers.worker_groups import GROUPS, check_packages, devices_of, memory_of
 from .checkpoint_cache import CHECKPOINTS
 from .detection import FAST, Detection
+from .family_check import compare_in_background
 from .model_patcher import ProxyPatcher
 from .model_setup import Setup
-from .state_dict import prepare_text, read_values, weight_sources
+from .state_dict import call_with_weights, prepare_text, read_values, weight_sources
 from .weight_placement import placement_of
 
 
@@ -59,8 +60,7 @@ def load_proxy(path, weight_dtype, config):
     check_model_type(family, base_model)
     spec_of = functools.partial(checkpoint.spec, dtype_name(storage_dtype), quantisation=quantisation,
                                 fast=weight_dtype == FAST)
-    dims = None if family.is_unet else dims_of(family, model, spec_of(dtype_name(compute_dtype)),
-                                             tuple(map(capability_of, devices)))
+    dims = dims_of(family, model, spec_of(dtype_name(compute_dtype)), tuple(map(capability_of, devices)))
     device_bytes = list(map(memory_of, devices))
     placement = placement_of(config, devices, device_bytes, checkpoint, dims, model, dtype_name(compute_dtype))
 
@@ -73,7 +73,7 @@ def load_proxy(path, weight_dtype, config):
         spec = with_host_bytes(spec_of(dtype, *placement, weights_memory=budget_bytes), checkpoint, model)
         own = dims and dataclasses.replace(dims, element_bytes=getattr(torch, dtype).itemsize)
         setup = Setup(spec, checkpoint, latent_format, config, devices, own, device_bytes)
-        of_unet = functools.partial(unet_run_memory, family, model) if family.is_unet else None
+        of_unet = functools.partial(unet_run_memory, family, model) if dims is None else None
         lighter = functools.partial(_lighter_bytes, checkpoint, spec, detection.dtypes)
         plan_of = functools.partial(offload_plan, model, family, spec)
         return setup, MemoryCheck(setup, plan_of, of_unet, lighter, packed_sizes)
@@ -83,7 +83,12 @@ def load_proxy(path, weight_dtype, config):
     remote.compute_in(dtype_name(compute_dtype), base_model)
     GROUPS.prepare(devices)
     _make_remote(base_model, remote, sources)
+    remote.comparison = compare_in_background(family, base_model)
     return _patcher_of(base_model, remote, load_device)
+
+
+def _stay(module, function, recurse=True):
+    return module
 
 
 def _patcher_of(base_model, remote, load_device):
@@ -107,7 +112,11 @@ def _make_remote(base_model, remote, sources):
             else lambda context: context)
     # nodes may compile the model; a call to workers cannot be traced
     module.forward = torch.compiler.disable(remote.forward)
-    module._apply = lambda function, recurse=True: module      # .to(device) of a meta module would raise an error
+    for each in module.modules():
+        each._apply = functools.partial(_stay, each)           # .to(device) of a meta module would raise an error
+    for path, each in module.named_modules():
+        if path.endswith(family.called_by_nodes):
+            each.forward = functools.partial(call_with_weights, itself, remote, path, type(each).forward)
     remote.attach(remember_modules(module), sources, Additions(maker_of(base_model)))
     base_model.remote = remote
     of_one_device = functools.partial(type(base_model).memory_required, itself)

@@ -69,6 +69,34 @@ def prepare_text(base_model, checkpoint, prefixes, context, **options):
                               "it.") from error
 
 
+def call_with_weights(base_model, remote, path, forward, tensor):
+    """Run the forward of a module of a proxy model for a node that calls it. The weights are the file's, without the
+    patches of a MODEL, and are read for this call only.
+
+    base_model: of the proxy model. path: of the module in the diffusion model. forward: its class's. tensor: its input.
+    """
+    checkpoint, module = remote.checkpoint, base_model.diffusion_model.get_submodule(path)
+    names = [f"{path}.{name}" for name, _ in module.named_parameters()]
+    if checkpoint.is_packed:
+        sources = remote.weight_sources()
+        weights = {name: read_weight(checkpoint, sources, base_model, name) for name in names}
+    else:
+        weights = read_weights(checkpoint, base_model)
+    return torch.func.functional_call(_Calling(module, forward), {
+        f"module.{name.removeprefix(path)[1:]}": weights[name].to(tensor) for name in names}, (tensor,))
+
+
+class _Calling(torch.nn.Module):
+    """Module whose forward is the given one of another module, for torch.func.functional_call."""
+
+    def __init__(self, module, forward):
+        super().__init__()
+        self.module, self._forward = module, forward
+
+    def forward(self, tensor):
+        return self._forward(self.module, tensor)
+
+
 class _Preparing(torch.nn.Module):
     """Module whose forward is ComfyUI's preprocess_text_embeds, for torch.func.functional_call."""
 

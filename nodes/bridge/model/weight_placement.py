@@ -19,18 +19,17 @@ def placement_of(config, devices, device_bytes, checkpoint, dims, model, compute
     """
     family = checkpoint.family
     if config.mode == "manual":
-        refuse_methods(config.layout, family.refused, family.name,
-                       *[("cfg", "data", "displaced")] * family.is_unet)
+        refuse_methods(config.layout, family.refused, family.name, family.plan.methods)
         validate_layout(config.layout, family.num_heads(checkpoint.config), family.name,
                         family.num_key_heads(checkpoint.config))
-        if not family.is_unet:
+        if family.blocks:
             validate_stages(config, family.num_blocks(checkpoint.config), family.name)
-    per_machine, is_auto = devices_per_machine(devices), config.mode == "auto" and not family.is_unet
+    per_machine, is_auto = devices_per_machine(devices), config.mode == "auto" and dims is not None
     streamed = (is_auto and config.weights_memory_bytes is None and all(map(has_own_memory, devices))
              and not Devices(device_bytes).holds(dims))
     machine = (GROUPS.machine(devices, compute_dtype, may_measure=streamed or is_auto and (
         per_machine > 0 or config.approximate == "for speed")) if len(devices) > 1 else None)
-    if family.is_unet:
+    if dims is None:
         return EVERYWHERE
     if machine is not None:
         machine = machine.exchanging(config.exchange).reading(pages_of(checkpoint.files))

@@ -87,7 +87,7 @@ def control_residuals(family, config, control, shape):
         if name in known:
             found |= _numbered(family, name, tensors, sum(block.startswith(f"{name}.") for block in shapes))
     num_outputs = sum(tensor is not None for name in known for tensor in control.get(name, ()))
-    if not family.is_unet and family.plan.skips(family.num_blocks(config)) and num_outputs != len(shapes):
+    if family.plan.has_one_output_a_skip(family.num_blocks(config)) and num_outputs != len(shapes):
         raise ConfigError(f"Use a ControlNet that was made for this model: this one has {num_outputs} outputs for the "
                           f"{len(shapes)} skip connections of {family.name}, which need one each.")
     for block, tensor in found.items():
@@ -95,7 +95,7 @@ def control_residuals(family, config, control, shape):
                 or not _has_shape(tensor.shape[1:], shapes[block])):
             actual = tuple(tensor.shape[1:]) if torch.is_tensor(tensor) else type(tensor).__name__
             expected = tuple("any" if length is None else length for length in shapes[block])
-            of_size = torch.is_tensor(tensor) and family.is_unet and actual[:1] == shapes[block][:1]
+            of_size = torch.is_tensor(tensor) and family.plan.is_unet and actual[:1] == shapes[block][:1]
             instead = ("a width and a height that are multiples of 64 pixels" if of_size else
                        f"a ControlNet that was made for {family.name}")
             raise ConfigError(f"Use {instead}: this ControlNet's output for {block.replace('.', ' block ')} of this "
@@ -109,7 +109,7 @@ def _has_shape(actual, wanted):
 
 def _numbered(family, name, tensors, num_blocks):
     """{block: tensor}, in the order in which ComfyUI's model consumes them. Surplus tensors are ignored."""
-    if family.is_unet:                                         # consumed from the end of the list
+    if family.plan.is_unet:                                    # consumed from the end of the list
         tensors = list(tensors)[::-1][:num_blocks]
         numbers = range(num_blocks - 1, -1, -1) if name == "output" else range(num_blocks)
     else:

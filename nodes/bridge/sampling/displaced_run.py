@@ -65,8 +65,7 @@ class DisplacedRun:
                 and all(tuple(request.latent.shape) == self.shape and not request.is_changed for request in requests))
         stale = keep and not self._staleness.is_synchronous(names, sigma)
         layout = branches_together(self._layout) if any(request.guided for request in requests) else self._layout
-        forward = ForwardPass(keep=keep, extrapolation=self._config.forecast_keys_values, stale=stale,
-                              displaced_mode=self._mode)
+        forward = ForwardPass(keep=keep, stale=stale, displaced_mode=self._mode)
         handle = self._client.submit(self._spec, layout, self._num_channels, requests, forward, run=self)
         if keep:
             self._staleness.hold(names)
@@ -75,7 +74,7 @@ class DisplacedRun:
 
 def _rows_at_last_level(family, config, degree, shape):
     """Fewest rows of a rank in a U-Net's smallest feature maps, for equally fast ranks; None for a transformer."""
-    if not family.is_unet:
+    if family.plan.num_levels is None:
         return None
     halvings = family.plan.num_levels(config) - 1
     starts = halved(cut_bands(shape[2], degree, 2 ** halvings), halvings)
@@ -84,7 +83,7 @@ def _rows_at_last_level(family, config, degree, shape):
 
 def _check_size(family, config, layout, shape):
     degree = layout.displaced_degree
-    if not family.is_unet:
+    if family.plan.num_levels is None:
         ranks, tokens = degree * layout.ring_degree * layout.ulysses_degree, num_tokens(
             shape[2:], family.patch_size(config))
         if tokens < ranks:

@@ -70,7 +70,7 @@ def adapters_of(family, config, transformer_options, x, modules):
     Raises UnsupportedError if ComfyUI's model has other attentions, or the adapters compute something else than
     expected; ConfigError for an adapter of another model.
     """
-    replaced = transformer_options.get("patches_replace", {}).get(KIND) if family.is_unet else None
+    replaced = transformer_options.get("patches_replace", {}).get(KIND) if family.plan.is_unet else None
     prompts = transformer_options.get("cond_or_uncond", ())
     if not replaced:
         return ()

@@ -13,6 +13,7 @@ from ....xdit_backend.host.injected_networks import Network
 from ....xdit_backend.protocol import specs
 from ....xdit_backend.protocol.errors import ConfigError, UnsupportedError
 from ..compatibility.block_patches import audio_networks_in, lllites_in, networks_in, styles_in
+from ..compatibility.forward_patches import text_guide
 from .image_adapters import adapters_of
 
 WHERE = {"attn1_patch": "attn1", "attn2_patch": "attn2", "double_block": "blocks"}
@@ -21,9 +22,9 @@ LAYERS = {"Linear": "linear", "LayerNorm": "layer_norm", "ReLU": "relu", "LeakyR
           "Hardswish": "hardswish", "Tanh": "tanh", "Sigmoid": "sigmoid", "Softsign": "softsign", "Mish": "mish"}
 
 
-def networks_of(family, config, transformer_options, x, modules):
+def networks_of(family, config, transformer_options, x, modules, forwards):
     """Return (((specs.NetworkUse, Network), ...), {name: control image}) for a call. x: its latent. A control image is
-    (B or 1, T, C). modules: of remember_modules.
+    (B or 1, T, C). modules: of remember_modules. forwards: ForwardPatches.
 
     Raises UnsupportedError if ComfyUI's model would not run the network as the node intends, ConfigError for a network
     of another model.
@@ -31,12 +32,12 @@ def networks_of(family, config, transformer_options, x, modules):
     uses, images = [], {}
     for kind, functions in networks_in(transformer_options).items():
         if kind == "double_block" and not any(list_.added == kind for list_ in family.blocks) or (
-                kind != "double_block" and not family.takes_unet_patches):
+                kind != "double_block" and not family.plan.takes_unet_patches):
             raise UnsupportedError(f"Remove the node that adds model patches ({kind}): it does not support "
                                    f"{family.name}.")
         for function in functions:
             if kind == "double_block":
-                name = f"picture.{len(images)}"
+                name = f"image.{len(images)}"
                 images[name] = _image(function, family, config, x)
                 network = _blockwise(function.model_patch.model, family, config)
             else:
@@ -47,11 +48,12 @@ def networks_of(family, config, transformer_options, x, modules):
             raise UnsupportedError(f"Remove the node that adds an LLLite: it does not support {family.name}.")
         sigma = transformer_options["sigmas"].max().item()
         if patch.strength != 0 and patch.sigma_end <= sigma <= patch.sigma_start:
-            name = f"picture.{len(images)}"
+            name = f"image.{len(images)}"
             images[name] = _control_image(patch, family, config, x)
             network = _lllite(patch.model_patch.model)
             uses.append((specs.NetworkUse(network.name, "layers", float(patch.strength), name), network))
     return (*uses, *_audio_networks(family, config, transformer_options, x),
+            *_text_guides(family, config, x, forwards.guides(modules)),
             *adapters_of(family, config, transformer_options, x, modules)), images
 
 
@@ -77,12 +79,38 @@ def style_of(family, config, transformer_options, x):
     return {"style": arguments["txt"]}
 
 
+def _text_guides(family, config, x, functions):
+    """Normalized Attention Guidance of the attention to the text, of WanVideoNAG. functions: of ForwardPatches.guides.
+
+    Raises UnsupportedError for a model whose attention the workers do not guide, and for a batch that the node does not
+    guide image by image.
+    """
+    if not functions:
+        return []
+    if family.is_unet or not family.plan.text_attention:
+        raise UnsupportedError("Remove the node that guides attention to the text (such as WanVideoNAG): xDiT does not "
+                               f"support it for {family.name}.")
+    guides = {(id(text), *strengths): (text, *strengths) for text, *strengths in map(text_guide, functions.values())}
+    if len(guides) > 1 or len(functions) != family.num_blocks(config):
+        raise UnsupportedError("Use one node that guides attention to the text, in all blocks: xDiT does not support "
+                               f"{len(guides)} of them in {len(functions)} of {family.num_blocks(config)} blocks.")
+    [(text, scale, alpha, tau, is_of_all)] = guides.values()
+    if len(x) > 2 and not is_of_all:
+        raise UnsupportedError("Set batch_size to 1, or input_type of WanVideoNAG to batch with cfg 1: otherwise the "
+                               f"node mixes the images of a batch, and this call has {len(x)}.")
+    num_guided = len(x) if is_of_all else 1
+    network = Network(f"network-{id(text)}-{scale}-{alpha}-{tau}", lambda: {"text": text},
+                      {"scale": str(scale), "alpha": str(alpha), "tau": str(tau)})
+    rows = tuple((int(index >= num_guided), 0) for index in range(len(x)))
+    return [(specs.NetworkUse(network.name, "guide", 1.0, rows=rows), network)]
+
+
 def _audio_networks(family, config, transformer_options, x):
     """InfiniteTalk's networks with their weights and the audio tokens that the node has computed."""
     functions, masks = audio_networks_in(transformer_options)
     if not functions:
         return []
-    if family.is_unet or not family.plan.audio_attention:
+    if not family.plan.audio_attention:
         raise UnsupportedError(f"Remove WanInfiniteTalkToVideo: it is for Wan, and this is {family.name}.")
     audio = transformer_options["audio_embeds"]               # (1, frames, T of one for all speakers, C)
     _check_audio(family, audio, masks, x)

@@ -9,7 +9,7 @@ import torch
 
 from ....xdit_backend.memory.system_memory import pages_of
 from ....xdit_backend.planner.calibration import KNOWN, NEW, Calibration, calibrated
-from ....xdit_backend.planner.descriptions import describe_measurements, describe_plan, describe_seconds
+from ....xdit_backend.planner.descriptions import SHOWN_S, describe_measurements, describe_plan
 from ....xdit_backend.planner.planner import is_long, plan_run
 from ....xdit_backend.protocol.specs import WeightCopies
 from ..compatibility.attention_override import backend_of
@@ -71,7 +71,7 @@ class Estimates:
             return calls
         copies = WeightCopies(all(device.host_pageable for device in machine.devices),
                               plan is not None and plan.chosen.shards_weights)
-        return [dataclasses.replace(call, copies=copies) for call in calls]
+        return [dataclasses.replace(call, options=dataclasses.replace(call.options, copies=copies)) for call in calls]
 
     def num_patches(self, job):
         """Estimated fastest number of patches of a PipeFusion run with offloaded weights; 0 without offloaded weights
@@ -126,8 +126,14 @@ class Estimates:
         """Seconds of the last such run with this Plan's layout, and on one device; each may be None."""
         return tuple(self._measured.get((self.timed.job, one.degrees)) for one in (plan.chosen, plan.one))
 
+    @property
+    def one_device_s(self):
+        """Measured seconds of a run like this one on a single device, or None."""
+        return None if self.plan is None else self._measured_s(self.plan)[1]
+
     def compare(self, how, elapsed_s):
-        """Compare a run's time with its estimate, for the user; "" without an estimate. Logs large deviations.
+        """Compare a run's time with its estimate, for the user: both a step, without the first one's preparation. ""
+        without an estimate, or for a run whose estimate is less than SHOWN_S. Logs large deviations.
 
         how: description of the split. Runs in which no device waits for another calibrate the estimates.
         """
@@ -138,13 +144,14 @@ class Estimates:
         if timed.seconds:
             self._measured[timed.job, chosen.degrees] = timed.seconds
         if abs(measured_s / estimated_s - 1) > MAX_DEVIATION:
-            log.info("estimated %.1f s for %s (%s), measured %.1f s (%s)", estimated_s, how, ", ".join(
+            log.debug("estimated %.1f s for %s (%s), measured %.1f s (%s)", estimated_s, how, ", ".join(
                 f"{cause} {seconds:.1f} s" for cause, seconds in chosen.causes.items()), measured_s, timed.split())
         if timed.seconds and chosen.is_independent and len(set(self._gpus)) == 1:
             known = GROUPS.calibrations().get((family, self._gpus[0]), Calibration())
             GROUPS.record_run(family, self._gpus[0], known.factor * measured_s / estimated_s)
         measured = describe_measurements(*self._measured_s(self.plan)) if timed.seconds and chosen.working > 1 else ""
-        return f"{measured} (estimate: {describe_seconds(estimated_s)})"
+        shown = timed.seconds and estimated_s >= SHOWN_S
+        return measured + (f" (estimate: {estimated_s / timed.job.steps:.2f} s a step)" if shown else "")
 
 
 def describe_spare(data_degree, num_images):

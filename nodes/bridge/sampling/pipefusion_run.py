@@ -83,7 +83,7 @@ class PipelineRun:
         apart = self._config.warmup == "whole" and layout.cfg_degree == 1
         batches = [[request] for request in requests] if apart else [requests]
         by_image = self._config.warmup in ("auto", "micro_batches") and layout == self._layout and not guided
-        forward = ForwardPass(keep=keep, by_image=by_image, extrapolation=self._config.forecast_keys_values)
+        forward = ForwardPass(keep=keep, by_image=by_image)
         predictions = []
         for batch in batches:
             handle = self._client.submit(self._spec, layout, self._num_channels, batch, forward, run=self)
@@ -111,7 +111,7 @@ class PipelineRun:
         if is_padded:
             requests = [dataclasses.replace(request, latent=torch.cat([request.latent, rows], self.dim))
                         for request, rows in zip(requests, first_rows)]
-        forward = ForwardPass(self.patches[index][0], extrapolation=self._config.forecast_keys_values)
+        forward = ForwardPass(self.patches[index][0])
         handle = self._client.submit(self._spec, self._layout, self._num_channels, requests, forward, run=self)
         if is_padded:
             self._padded.add(handle)

@@ -12,11 +12,13 @@ from ....xdit_backend.planner.planner import USUAL_JOB, branches_together
 from ....xdit_backend.protocol.specs import describe_exchange
 from ..compatibility.block_patches import free_u_of, guided_of, operations_of, scores_of, tiles_of
 from ..compatibility.comfyui_variants import variant_of
+from ..compatibility.forward_patches import ForwardPatches
 from ..compatibility.input_checks import check_call, check_conditioning, check_finite, check_latent
+from ..compatibility.ltx_guidance import isolation_of
 from ..compatibility.model_options import call_backend, refuse_call, refuse_changed_modules, scales_of, wrappers_inside
 from ..compatibility.pipefusion_support import COMPILE, DRAINED, SYNCHRONOUS
 from ..workers.vram_accounting import ask_for_memory
-from ..workers.worker_groups import GROUPS, parking_bytes, show_text
+from ..workers.worker_groups import GROUPS, describe_missing, parking_bytes, show_text
 from .controlnet import control_residuals
 from .displaced_run import DisplacedRun
 from .injected_networks import networks_of, style_of
@@ -42,6 +44,7 @@ class RemoteModel:
         self.checkpoint, self.family = setup.checkpoint, setup.family
         self.config, self.devices = setup.config, setup.devices
         self.modules, self.weight_sources, self.additions = {}, None, None     # see attach
+        self.forwards = ForwardPatches()
         self._checked_sigmas = set()                           # sigmas of this run at which modules were compared
         self._taken_channels = self.family.taken_channels(setup.transformer_config)
         self._run_bytes = 0                                    # per rank for a run, as reported to ComfyUI
@@ -50,6 +53,7 @@ class RemoteModel:
         self.how = self._pipeline = self._schedule = None
         # `changes`: see use_changes
         self.changes, self.changes_uuid, self._references = {}, None, RunReferences()
+        self.comparison = None                                 # with ComfyUI's class: a Future, see family_check.py
 
     def attach(self, modules, weight_sources, additions):
         """Connect the proxy model's diffusion model. modules: of proxy_modules.remember_modules, for comparison.
@@ -186,8 +190,9 @@ class RemoteModel:
             width = self.setup.transformer_config[self.family.conditioning["context"]]
             context = x.new_zeros(len(x), 0, width)
         check_call(self.family, x, timestep, context)
-        x, rescaled_options, finish = self.family.rescale_components(x, timestep, extra, transformer_options)
-        extra = self.family.unfold(extra | scales_of(self.family, transformer_options) | variant_of(self.family))
+        x, rescaled_options, finish = self.family.components.rescale(x, timestep, extra, transformer_options)
+        extra = self.family.unfold(extra | scales_of(self.family, transformer_options) | variant_of(self.family)
+                                   | isolation_of(self.family, transformer_options))
         diffusion_model = self.modules[""][0]
         refuse_call(self.family, transformer_options, {"context": context, **extra}, diffusion_model)
         extra = with_default_method(extra, diffusion_model, self._default_method)
@@ -199,9 +204,9 @@ class RemoteModel:
         from . import cfg_branches as branches
         schedule, sigmas = transformer_options.get("sample_sigmas"), transformer_options.get("sigmas")
         call_conditioning, components = self.family.per_call_inputs(timestep, transformer_options), {}
-        if self.family.components and isinstance(x, list):
-            components = {name: torch.zeros(latent.shape) for name, latent in zip(self.family.components, x[1:])}
-            x, timestep, call_conditioning = self.family.split_components(x, timestep, self.setup.transformer_config,
+        if self.family.components.names and isinstance(x, list):
+            components = {name: torch.zeros(latent.shape) for name, latent in zip(self.family.components.names, x[1:])}
+            x, timestep, call_conditioning = self.family.components.split(x, timestep, self.setup.transformer_config,
                                                                           transformer_options)
         sigmas = timestep if sigmas is None else sigmas
         sigma = sigmas.max().item()
@@ -213,17 +218,21 @@ class RemoteModel:
             check_finite((x, *call_conditioning.values()), "the latent",
                          "Check the node that made it, another sampler, or an encode in half precision")
         requested = self.family, self.setup.transformer_config, transformer_options
-        scores = scores_of(*requested, x.shape, self.config.displaced_degree if self.config.mode == "manual" else 1)
+        displaced_degree = self.config.displaced_degree if self.config.mode == "manual" else 1
+        scores = scores_of(*requested, x.shape, displaced_degree)
         residuals = self.additions.residuals(self, (x, timestep, context), transformer_options, extra)
-        networks, images = networks_of(*requested, x, self.modules)
+        networks, images = networks_of(*requested, x, self.modules, self.forwards)
+        options = self.config.forward_options
         call = Call(x, timestep, self.family.tensors({"context": context, **extra, **style_of(*requested, x)}),
                     control=control_residuals(*requested[:2], control, x.shape) | residuals | images,
                     networks=networks,
                     free_u=free_u_of(self.family, transformer_options, control), tiles=tiles_of(*requested, x.shape),
-                    operations=operations_of(*requested), scores=scores and scores.buffer, parts=components,
+                    operations=operations_of(*requested, x.shape, displaced_degree),
+                    scores=scores and scores.buffer, parts=components,
                     guided=guided_of(self.family, transformer_options), call_conditioning=call_conditioning,
-                    exchange=self.config.exchange, backend=call_backend(self.config, transformer_options),
-                    compile_backend=transformer_options.get(COMPILE, self.config.compile_backend))
+                    options=dataclasses.replace(
+                        options, backend=call_backend(self.config, transformer_options),
+                        compile_backend=transformer_options.get(COMPILE, options.compile_backend)))
         check_conditioning(self.setup, call.conditioning, x)
         call = self._references.used_by(call, self.setup, transformer_options)
         num_branches = len(transformer_options.get("cond_or_uncond", ()))
@@ -236,7 +245,7 @@ class RemoteModel:
         if scores is not None:
             scores.write(x.device)
         first, *others = (latent.to(x.device) for latent in (prediction, *components.values()))
-        return [self.family.first_component(first), *others] if components else first
+        return [self.family.components.first(first), *others] if components else first
 
     def runs_branches_separately(self):
         """Whether two branches are two calls for the workers rather than one with twice the batch."""
@@ -333,7 +342,7 @@ class RemoteModel:
         """Raise UnsupportedError for modules that nodes have changed during a call. Checked once for each sigma of a
         run."""
         if schedule is None or sigma not in self._checked_sigmas:
-            refuse_changed_modules(self.modules[""][0], self.modules)
+            refuse_changed_modules(self.modules[""][0], self.modules, self.forwards)
             self._checked_sigmas.add(sigma)
 
     def _forget_conditioning(self):
@@ -353,6 +362,8 @@ class RemoteModel:
     def _show(self, how, describe_estimate=str):
         """Show the split of the run on the node. describe_estimate(): text that follows."""
         if how != self.how:
-            show_text(f"running on {', '.join(self.devices)}: {how}{describe_estimate()}"
-                      f"{self.memory.describe_placement(self.estimates)}")
+            missing = describe_missing(self.config)
+            devices = ", ".join(self.devices) + (f" ({missing})" if missing else "")
+            show_text(f"running on {devices}: {how}{describe_estimate()}"
+                      f"{self.memory.describe_placement(self.estimates)}{self.forwards.describe_idle(self.modules)}")
             self.how = how

@@ -85,7 +85,8 @@ def sample(executor, guider, sigmas, extra_args, *arguments, **options):
         steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
         compared = remote.estimates.compare(remote.how, elapsed_s)
         by = "" if run.backends in ("", SDPA) else f", attention by {run.backends}"
-        show_text(f"{steps} in {elapsed_s:.1f} s, {elapsed_s / num_steps:.2f} s a step, {remote.how}{by}{compared}")
+        a_step_s = run.seconds_per_step or elapsed_s / num_steps                # as in the panel
+        show_text(f"{steps} in {elapsed_s:.1f} s, {a_step_s:.2f} s a step, {remote.how}{by}{compared}")
     return result
 
 

@@ -7,7 +7,7 @@ import torch
 
 from ....xdit_backend.config import ParallelConfig
 from ....xdit_backend.memory.system_memory import available_memory
-from ....xdit_backend.planner.descriptions import describe_method
+from ....xdit_backend.planner.descriptions import SHOWN_S, describe_method
 from ....xdit_backend.protocol.errors import ConfigError
 from ..workers.settings import Idle, chosen_idle
 from ..workers.worker_groups import GROUPS, devices_of, memory_of
@@ -179,8 +179,10 @@ def _run(run):
     if run is None:
         return None
     run.update_from_remote()
-    plan = run.plan and {"chosen": _estimate(run.plan.chosen), "one": _estimate(run.plan.one), "second": next(
-        (_estimate(other) for other in run.plan.ordered if other.degrees != run.plan.chosen.degrees), None)}
+    plan = run.plan and {
+        "chosen": _estimate(run.plan.chosen, run.num_steps), "one_fits": run.plan.one.fits, "one_s": run.one_device_s,
+        "second": next((_estimate(other, run.num_steps) for other in run.plan.ordered
+                        if other.degrees != run.plan.chosen.degrees), None)}
     return {"number": run.number, "prompt": run.prompt, "file": run.file, "devices": list(run.devices),
             "state": run.state, "error": run.error, "how": run.how, "kernels": run.backends,
             "why_no_plan": run.why_no_plan,
@@ -188,7 +190,10 @@ def _run(run):
             "a_step": round(run.seconds_per_step, 4), "streamed": run.streamed_bytes, "plan": plan}
 
 
-def _estimate(one):
+def _estimate(one, num_steps):
+    """Layout and estimate a step of an Estimate; a_step and limited_by are None for a run that is too short to be
+    estimated to the user."""
     methods = describe_method(lambda axis: getattr(one.degrees, axis)) if one.working > 1 else []
-    return {"methods": methods, "seconds": one.seconds, "memory": one.memory.total, "fits": one.fits,
-            "limited_by": one.limited_by, "share": one.causes[one.limited_by] / one.seconds}
+    is_shown = one.seconds >= SHOWN_S and num_steps > 0
+    return {"methods": methods, "a_step": one.seconds / num_steps if is_shown else None,
+            "limited_by": one.limited_by if is_shown else None}

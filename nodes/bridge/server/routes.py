@@ -1,5 +1,4 @@
-"""HTTP routes of the page: files that would be rejected, before it converts a workflow, and the panel's state and
-actions.
+"""HTTP routes of the page: the check of a graph before it is converted, and the panel's state and actions.
 
 Each route accepts requests of ComfyUI's own page only (same_origin.py), in addition to ComfyUI's own checks.
 """
@@ -7,43 +6,36 @@ Each route accepts requests of ComfyUI's own page only (same_origin.py), in addi
 import asyncio
 import dataclasses
 import logging
-import os
 
-import torch
 from aiohttp import web
 
-import comfy.sd
-import folder_paths
-
-from ....xdit_backend.autoencoders import supported
 from ....xdit_backend.config import ParallelConfig
 from ....xdit_backend.protocol.bounded_json import parse_json
-from ....xdit_backend.protocol.errors import CheckpointError, XDiTError
-from ..model.checkpoint_cache import CHECKPOINTS
-from ..vae.vae_detection import kind_of, name_of
+from ....xdit_backend.protocol.errors import XDiTError
 from ..workers.worker_groups import fitting_here
 from . import panel
+from .graph_check import check_graph
 from .same_origin import add_checked
 
 log = logging.getLogger(__name__)
 
-MAX_FILES, MAX_NAME = 200, 100
+MAX_NAME = 100
 MAX_BODY_BYTES, MAX_BODY_VALUES = 2 ** 18, 2 ** 12
+MAX_NODES, MAX_PROMPT_BYTES, MAX_PROMPT_VALUES = 4096, 2 ** 22, 2 ** 17
 MAX_SETTING = 4096                         # characters of a setting: device names of a hundred machines
 WATCHED_S = 1.0                            # interval of updates to an open panel
-PIXELS = "pixel_space"                     # an entry of ComfyUI's Load VAE that is not a file
-VAE_PREFIXES = ("first_stage_model.", "vae.")
 
 
 def add_routes(server):
     """Add this pack's routes. An invalid body is answered with status 400.
 
-    POST /xdit/refusals {"models": [file], "vaes": [file]} -> {"models": {file: reason}, "vaes": {file: reason}}; files
-    that do not exist, or are not rejected, are in neither. GET /xdit/state, /xdit/timeline, /xdit/trace -> results of
-    panel.py's functions of these names. POST /xdit/watch {"client": its id of ComfyUI's socket, "open": bool}: while
-    open, changes of the state are sent to that socket as "xdit.state". POST /xdit/fit {"settings": {field of
-    ParallelConfig: value}} -> {"settings": those that differ in the closest config that can run here}. POST /xdit/do
-    {"action": one of panel.ACTIONS} -> {}; status 409 while a prompt runs, or if the action fails.
+    POST /xdit/check {"prompt": a graph in ComfyUI's API format, "models": [further files], optional} -> result of
+    graph_check.check_graph. GET /xdit/state,
+    /xdit/timeline, /xdit/trace -> results of panel.py's functions of these names. POST /xdit/watch {"client": its id
+    of ComfyUI's socket, "open": bool}: while open, changes of the state are sent to that socket as "xdit.state". POST
+    /xdit/fit {"settings": {field of ParallelConfig: value}} -> {"settings": those that differ in the closest config
+    that can run here}. POST /xdit/do {"action": one of panel.ACTIONS} -> {}; status 409 while a prompt runs, or if the
+    action fails.
     """
     own = web.RouteTableDef()
     _add_questions(own)
@@ -52,13 +44,14 @@ def add_routes(server):
 
 
 def _add_questions(routes):
-    """Add the routes for rejected files and for settings that can run here."""
-    @routes.post("/xdit/refusals")
-    async def answer_refusals(request):
-        body = await _body(request)
-        if not _names_files(body):
-            return _refuse(f'Send {{"models": [names of files], "vaes": [names of files]}}, at most {MAX_FILES} each.')
-        return web.json_response(await asyncio.to_thread(refusals, body["models"], body["vaes"]))
+    """Add the routes for the check of a graph and for settings that can run here."""
+    @routes.post("/xdit/check")
+    async def answer_check(request):
+        body = await _body(request, MAX_PROMPT_BYTES, MAX_PROMPT_VALUES)
+        if not _is_prompt(body):
+            return _refuse(f'Send {{"prompt": a graph in ComfyUI\'s API format, "models": [names of further files]}}, '
+                           f'of at most {MAX_NODES} nodes and files.')
+        return web.json_response(await asyncio.to_thread(check_graph, body["prompt"], body.get("models", ())))
 
     @routes.post("/xdit/fit")
     async def answer_fit(request):
@@ -145,57 +138,6 @@ class PanelUpdates:
             await asyncio.sleep(WATCHED_S)
 
 
-def refusals(models, vaes):
-    """Return {"models": {name: reason}, "vaes": {name: reason}} for the files that Load xDiT Model and the distributed
-    VAE nodes would reject."""
-    in_memory = {name: f"{name} has no layers to run on the workers: its latents are the image's pixels."
-                 for name in vaes if name == PIXELS}
-    return {"models": _refused(models, ("diffusion_models", "checkpoints", "unet_gguf"), refused_model),
-            "vaes": _refused(vaes, ("vae", "checkpoints"), refused_vae) | in_memory}
-
-
-def refused_model(path):
-    """Reason for which Load xDiT Model would reject this file, or None."""
-    try:
-        _ = CHECKPOINTS.open(path).family
-    except CheckpointError as error:
-        return str(error)
-
-
-def refused_vae(path):
-    """Reason for which Distributed VAE Decode would reject the VAE of this file, or None. ComfyUI's VAE is created from
-    the shapes alone."""
-    if not path.endswith((".safetensors", ".sft")):
-        return None
-    try:
-        header = CHECKPOINTS.open(path)
-    except CheckpointError as error:
-        return str(error)
-    shapes = ({key.removeprefix(prefix): shape for prefix in VAE_PREFIXES
-               for key, shape in (header.shapes | header.other_tensors).items()
-              if key.startswith(prefix)} or header.shapes)
-    try:
-        with torch.device("meta"):
-            vae = comfy.sd.VAE(sd={key: torch.empty(shape) for key, shape in shapes.items()}, metadata=header.metadata)
-    # raised for shapes of no VAE; ComfyUI's loader reports the details
-    except (RuntimeError, KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError):
-        return None
-    model = vae.first_stage_model
-    if model is None or kind_of(model) is not None:
-        return None
-    return f"The VAE in {os.path.basename(path)} ({name_of(model)}) is not one of {supported()}."
-
-
-def _refused(names, folders, reason_of):
-    found = {}
-    for name in names:
-        path = next(filter(None, (folder_paths.get_full_path(folder, name) for folder in folders)), None)
-        reason = path and reason_of(path)
-        if reason:
-            found[name] = reason
-    return found
-
-
 def _are_settings(settings):
     kinds = {field.name: type(field.default) for field in dataclasses.fields(ParallelConfig)}
     return isinstance(settings, dict) and all(
@@ -204,15 +146,15 @@ def _are_settings(settings):
         for name, value in settings.items())
 
 
-async def _body(request):
+async def _body(request, max_bytes=MAX_BODY_BYTES, max_values=MAX_BODY_VALUES):
     """Return the JSON of a request, or None if it is invalid or larger than what the page sends."""
     raw = bytearray()
     async for part in request.content.iter_chunked(2 ** 16):
         raw += part
-        if len(raw) > MAX_BODY_BYTES:
+        if len(raw) > max_bytes:
             return None
     try:
-        return parse_json(bytes(raw), MAX_BODY_BYTES, MAX_BODY_VALUES)
+        return parse_json(bytes(raw), max_bytes, max_values)
     except ValueError:
         return None
 
@@ -221,7 +163,12 @@ def _refuse(text, status=400):
     return web.json_response({"error": text}, status=status)
 
 
-def _names_files(body):
-    return isinstance(body, dict) and body.keys() == {"models", "vaes"} and all(
-        isinstance(names, list) and len(names) <= MAX_FILES and all(isinstance(name, str) for name in names)
-        for names in body.values())
+def _is_prompt(body):
+    if not isinstance(body, dict) or "prompt" not in body or body.keys() - {"prompt", "models"}:
+        return False
+    prompt, models = body["prompt"], body.get("models", [])
+    if not isinstance(models, list) or len(models) > MAX_NODES or not all(isinstance(name, str) for name in models):
+        return False
+    return isinstance(prompt, dict) and len(prompt) <= MAX_NODES and all(
+        isinstance(node, dict) and isinstance(node.get("class_type"), str) and isinstance(node.get("inputs"), dict)
+        for node in prompt.values())

@@ -1,35 +1,46 @@
-"""Comparison of an autoencoder that runs as ComfyUI's own class with what this ComfyUI makes of it.
+"""Comparison of ComfyUI's VAE with the workers' decode and encode, for autoencoders that run as ComfyUI's own class.
 
-The class is no interface: from version to version its pixels have another range, or its latents another number of
-frames. A tiny random autoencoder of the class is decoded and encoded in this process, once, as ComfyUI's VAE does it
-and as the workers do it."""
+The class is no interface: its range of pixels or its number of frames changes between versions. A small random
+autoencoder of the class is decoded and encoded once in this process, as ComfyUI's VAE does it and as the workers do
+it. The result is stored (class_comparisons.py)."""
 
 import functools
 
 import torch
 
 from ....xdit_backend.autoencoders.vae_family import OfComfyUI, replaced
+from ..compatibility import class_comparisons
 from ..compatibility.comfyui_version import newer_comfyui
 
 TOLERANCE = 1e-3                           # of pixels from 0 to 1
-checked: set = set()                       # (VaeFamily's class, ComfyUI's class, channels of the latent)
+DIFFERENCE = "difference"                  # entry of the stored result
 
 
 def check_vae_class(vae, kind):
     """Raise UnsupportedError where ComfyUI's VAE and the workers would give different pixels or latents. kind: the
     VAE's Kind."""
     cls, family = type(vae.first_stage_model), kind.family
-    key = family.class_name, cls, vae.latent_channels
-    if family.check_model is None or key in checked:
+    if family.check_model is None:
         return
+    name = f"{family.class_name} {cls.__name__} {vae.latent_channels}"
+    # ComfyUI's VAE has functions for the range of pixels
+    key = class_comparisons.key_of(cls.__module__, "comfy.sd") | {
+        "range": [class_comparisons.code_of(function) for function in (vae.process_input, vae.process_output)]}
+    result = class_comparisons.stored(name, key)
+    if result is None:
+        result = {DIFFERENCE: _compared(vae, kind, cls)}
+        class_comparisons.store(name, key, result)
+    if result[DIFFERENCE]:
+        raise _refusal(family, result[DIFFERENCE])
+
+
+def _compared(vae, kind, cls):
+    """The difference as a clause; "" if there is none. Raises UnsupportedError if ComfyUI's class fails."""
     try:
         with torch.no_grad():
-            found = _difference(vae, kind, cls)
+            return _difference(vae, kind, cls) or ""
     except (RuntimeError, TypeError, AttributeError, KeyError, IndexError, ValueError, NotImplementedError) as error:
-        raise _refusal(family, f"its VAE fails in a test ({type(error).__name__}: {error})") from error
-    if found is not None:
-        raise _refusal(family, found)
-    checked.add(key)
+        raise _refusal(kind.family, f"its VAE fails in a test ({type(error).__name__}: {error})") from error
 
 
 def _refusal(family, what):
@@ -76,7 +87,7 @@ def _recorded(compute, shape_of, shapes, tile):
 
 
 def _copy_with(vae, model):
-    """ComfyUI's VAE with another module, for what Kind asks of it."""
+    """ComfyUI's VAE with another module, for the functions of Kind."""
     same = object.__new__(type(vae))
     vars(same).update(vars(vae) | {"first_stage_model": model})
     return same

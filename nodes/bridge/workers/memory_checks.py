@@ -8,25 +8,26 @@ from contextlib import contextmanager
 
 import torch
 
-from ....xdit_backend.host.oom_report import OF_A_VAE, OF_WEIGHTS, run_bytes
 from ....xdit_backend.memory.system_memory import available_memory, disk_bytes_s
 from ....xdit_backend.partition import ranks_by_part
-from ....xdit_backend.planner.after_out_of_memory import Measured, Method, layouts_that_fit, sizes_that_fit
-from ....xdit_backend.planner.cost_model import Job
-from ....xdit_backend.planner.descriptions import describe_disk, describe_layout, describe_weights
-from ....xdit_backend.planner.memory_check import (
+from ....xdit_backend.planner.descriptions import describe_disk, describe_weights
+from ....xdit_backend.planner.memory_fit import (
+    OF_A_VAE,
+    OF_WEIGHTS,
+    SMALLEST_JOB,
     DeviceMemory,
+    GroupMemory,
     Hints,
     Latents,
-    check_memory,
-    rank_memory_budget,
-    ranks_hold,
+    Measured,
+    Method,
+    layouts_that_fit,
+    run_bytes,
     settings_that_fit,
-    weights_memory_in,
+    sizes_that_fit,
 )
-from ....xdit_backend.planner.memory_model import has_parts, rank_memory, rank_weights, working_fraction
-from ....xdit_backend.planner.more_devices import placement_that_fits
-from ....xdit_backend.planner.planner import USUAL_JOB, degrees_of, memory_settings
+from ....xdit_backend.planner.memory_model import rank_weights, working_fraction
+from ....xdit_backend.planner.planner import USUAL_JOB, degrees_of
 from ....xdit_backend.protocol.devices import machine_of, own_name
 from ....xdit_backend.protocol.errors import ConfigError, WorkerOutOfMemoryError
 
@@ -41,12 +42,14 @@ class MemoryCheck:
     """
 
     def __init__(self, setup, plan_of, unet_memory, lighter_bytes, packed_sizes):
-        self._setup, self._unet_memory, self._lighter_bytes = setup, unet_memory, lighter_bytes
-        self._plan_of = functools.lru_cache(maxsize=32)(plan_of)
+        self._setup, self._lighter_bytes = setup, lighter_bytes
+        of_unet = unet_memory and functools.partial(unet_memory, dtype=getattr(torch, setup.spec.compute_dtype))
+        self.group = GroupMemory(setup.config, setup.spec.stages, setup.dims, setup.family.refused, setup.devices,
+                                  setup.device_bytes, functools.lru_cache(maxsize=32)(plan_of), of_unet)
         # per rank: bytes in VRAM and offloaded bytes; estimates until the workers have reported theirs
-        self.weight_bytes, self.offloaded_bytes = self._resident(setup.spec.weights_memory or math.inf)
+        self.weight_bytes, self.offloaded_bytes = self.group.resident(setup.spec.weights_memory or math.inf)
         # weights of a rank with all blocks
-        self.model_bytes = (self._plan_of(math.inf, None).device_bytes if self._has_stage_blocks
+        self.model_bytes = (self.group.plan_of(math.inf, None).device_bytes if self.group.has_stage_blocks
                             else max(self.weight_bytes))
         self._checked = set()                                  # calls of this run that were found to fit
         self._run = None                                       # (Latents, Hints, Job, Degrees) of the last check
@@ -69,7 +72,7 @@ class MemoryCheck:
         packed = [(change, *sizes[name]) for name, change in changes.items() if name in sizes]
         total = sum(4 * change.rank * sides if change.rank else change.num_bytes - packed_bytes
                     for change, sides, packed_bytes in packed)
-        self.added_bytes = total // setup.spec.stages.pipefusion_degree if self._has_stage_blocks else total
+        self.added_bytes = total // setup.spec.stages.pipefusion_degree if self.group.has_stage_blocks else total
         self._has_lora = any(change.rank for change, *_ in packed)
 
     @property
@@ -87,23 +90,21 @@ class MemoryCheck:
     def of_run(self, job, layout, of_one_device, sizes):
         """Bytes that a rank takes in addition to weights. of_one_device: activations without parallelism. sizes: of the
         latent, without batch and channels."""
-        setup, degrees = self._setup, self._degrees(layout)
+        degrees = self._degrees(layout)
         activations = of_one_device * working_fraction(job, degrees, branches_apart=True)
-        return activations + (self._of_unet(job.images, job.branches, sizes, degrees, setup.config)
-                              if setup.dims is None else self._of_rank(job, degrees, setup.config)).keys_values
-
-    def _of_unet(self, images, branches, sizes, degrees, config, **text):
-        """Memory of a rank of a U-Net in addition to weights. text: num_tokens, if known."""
-        return self._unet_memory(sizes, (images, branches), degrees, getattr(torch, self._setup.spec.compute_dtype),
-                                 cached_steps=config.cached_steps, **text)
+        return activations + self._of_rank(job, sizes, degrees).keys_values
 
     def estimate_of_run(self, job, layout, estimate=0.0):
         """Cost model's estimate for `of_run`; ComfyUI's may be several times that. For a U-Net, returns `estimate`."""
-        setup = self._setup
-        if setup.dims is None:
+        if self._setup.dims is None:
             return estimate
-        needed = self._of_rank(job, self._degrees(layout), setup.config)
+        needed = self._of_rank(job, (), self._degrees(layout))
         return needed.activations + needed.keys_values
+
+    def _of_rank(self, job, sizes, degrees):
+        """Memory of a rank in addition to weights."""
+        return self.group.run_memory(job, (job.images, job.branches), sizes, degrees,
+                                      self.group.settings(*self.changed))
 
     def weights_memory_alongside(self, run_bytes, is_loaded):
         """Return ModelSpec.weights_memory for a run that takes so many bytes of a rank in addition to weights.
@@ -111,10 +112,11 @@ class MemoryCheck:
         spec, configured = self._setup.spec, self._setup.config.weights_memory_bytes
         if configured is not None or not self._may_offload:
             return configured or 0
-        free_bytes = self._free_bytes - run_bytes - self.added_bytes
-        if is_loaded and self._most_resident(spec.weights_memory or math.inf) <= free_bytes:
+        taken, group = run_bytes + self.added_bytes, self.group
+        if is_loaded and group.most_resident(spec.weights_memory or math.inf) <= group.rank_budget - taken:
             return spec.weights_memory
-        return weights_memory_in(free_bytes, self._most_resident)
+        return group.weights_memory(taken)
+
     def check_host(self):
         """Raise ConfigError if offloaded weights that need system RAM of their own do not fit there. If the file does
         not fit in the page cache, measure its read speed, while no worker has it mapped."""
@@ -181,43 +183,12 @@ class MemoryCheck:
         """Whether weights_memory "auto" may offload weights to system RAM."""
         return all(map(has_own_memory, self._setup.devices))
 
-    @property
-    def _has_stage_blocks(self):
-        """Whether a rank has only the blocks of its stage."""
-        return has_parts(self._setup.dims, self._setup.spec.stages)
-
-    def _resident(self, budget_bytes):
-        """([bytes of each rank's weights in VRAM], [offloaded bytes]) within this budget for a device."""
-        setup = self._setup
-        return ranks_hold(self._plan_of, setup.dims, setup.spec.stages, setup.device_bytes, budget_bytes)
-
-    def _most_resident(self, budget_bytes):
-        return max(self._resident(budget_bytes)[0])
-
-    @property
-    def _free_bytes(self):
-        return rank_memory_budget(self._setup.devices, self._setup.device_bytes)
-
-    @property
-    def _least_bytes(self):
-        """Least bytes that weights take on a device."""
-        return self._most_resident(1)
-
     def check_weights(self):
         """Raise ConfigError if the weights do not fit on a device. Called before they are read."""
-        setup, configured = self._setup, self._setup.config.weights_memory_bytes
-        if configured and self._least_bytes > configured:
-            raise ConfigError(f'Set weights_memory to "auto", or to {math.ceil(self._least_bytes / 1e7) / 100} GB or '
-                              f"more: the weights of {setup.family.title} outside its blocks and those of two blocks "
-                              f"need that much of each device, and "
-                              f'weights_memory="{setup.config.weights_memory}" is less.')
-        resident = self._resident(1)[0] if configured is None and self._may_offload else self.weight_bytes
-        hints = self._placement(Job(1, 0, 1))
-        if configured == 0 and self._may_offload and self._least_bytes <= self._free_bytes:
-            hints.insert(0, 'weights_memory "auto", which offloads weights to system RAM')
-        check_memory(f"{setup.family.title} over {len(setup.devices)} device{'s' if len(setup.devices) > 1 else ''}",
-                     DeviceMemory(setup.devices, setup.device_bytes, self._added(resident)),
-                     Hints(hints, self._lighter))
+        streams = self._setup.config.weights_memory_bytes is None and self._may_offload
+        self.group.check_weights(
+            self._setup.family.title, self._added(self.group.resident(1)[0] if streams else self.weight_bytes),
+            self._may_offload, self._lighter)
 
     def check_run(self, shape, conditioning, num_images, branches, layout, cached_tokens=0):
         """Raise ConfigError if a run cannot fit. A run's identical calls are checked once. cached_tokens: of reference
@@ -235,23 +206,19 @@ class MemoryCheck:
             found = setup.job((images, shape[1], *sizes), conditioning, USUAL_JOB.steps, branches)
             return dataclasses.replace(found, cached=cached_tokens) if cached_tokens else found
 
-        def needed(images, sizes, config=setup.config):
-            if setup.dims is not None:
-                return self._of_rank(job(images, sizes), degrees, config)
-            return self._of_unet(images, branches, sizes, degrees, config,
-                                 num_tokens=conditioning["context"].shape[1] if "context" in conditioning else 0)
+        def needed(images, sizes, settings):
+            text = {} if setup.dims is not None else {
+                "num_tokens": conditioning["context"].shape[1] if "context" in conditioning else 0}
+            return self.group.run_memory(job(images, sizes), (images, branches), sizes, degrees, settings, **text)
 
-        without = dataclasses.replace(setup.config, forecast_keys_values=0.0)
-        other_settings = ({"forecast_keys_values 0": functools.partial(needed, config=without)}
-                          if setup.config.cached_steps > 1 else {})
+        sizes, settings = tuple(shape[2:]), self.group.settings(*self.changed)
         num_here = sum(not machine_of(device) for device in setup.devices)
-        sizes = tuple(shape[2:])
-        latents = Latents(needed, num_images, sizes, setup.family.pixels(setup.transformer_config)[1:])
-        hints = Hints(self._placement(job(num_images, sizes)), self._lighter, other_settings)
+        latents = Latents(functools.partial(needed, settings=settings), num_images, sizes,
+                          setup.family.pixels(setup.transformer_config)[1:])
+        hints = self.group.run_hints(needed, settings, job(num_images, sizes), self._lighter)
         self._run = latents, hints, job(num_images, sizes), degrees
-        check_memory(f"this run ({describe_layout(layout)})",
-                     DeviceMemory(setup.devices, setup.device_bytes, self._added(self.weight_bytes), num_here,
-                                  available_memory()[0]), hints, latents)
+        self.group.check_run(layout, self._added(self.weight_bytes), latents, hints, num_here=num_here,
+                              host_bytes=available_memory()[0])
         self._checked.add(key)
 
     @contextmanager
@@ -275,7 +242,7 @@ class MemoryCheck:
         if error.command in OF_WEIGHTS:
             has, weights = resident + available, self.weight_bytes[rank]
             ranks = DeviceMemory([error.device], [has], [weights])
-            placement = placement_that_fits(setup.config, setup.dims, setup.family.refused, Job(1, 0, 1), has)
+            placement = self.group.placement(SMALLEST_JOB, has)
             return [*self._streamed(has, weights), *settings_that_fit(ranks, Hints(placement, self._lighter_on(rank)))]
         if self._run is None or taken <= available:            # nothing smaller can be estimated
             return []
@@ -283,9 +250,8 @@ class MemoryCheck:
         measured = Measured(error.device, resident, taken, resident + available)
         layouts = [] if setup.dims is None else layouts_that_fit(
             measured, setup.dims, job, Method(degrees, tuple(setup.family.refused), setup.config.may_differ),
-            memory_settings(setup.config, setup.spec.stages, *self.changed), not any(self.offloaded_bytes))
-        placement = placement_that_fits(setup.config, setup.dims, setup.family.refused, job,
-                                  measured.total / measured.factor(latents.memory()))
+            self.group.settings(*self.changed), not any(self.offloaded_bytes))
+        placement = self.group.placement(job, measured.total / measured.factor(latents.memory()))
         hints = dataclasses.replace(hints, placement=layouts or placement, lighter=self._lighter_on(rank))
         return [*self._streamed(measured.total - taken, resident), *sizes_that_fit(measured, latents, hints)]
 
@@ -294,20 +260,11 @@ class MemoryCheck:
         return lambda: {name: [sizes[rank]] for name, sizes in self._lighter().items()}
 
     def _streamed(self, free_bytes, resident_bytes):
-        """[text] of the weights_memory with which weights take at most free_bytes, and less than resident_bytes."""
-        setting = weights_memory_in(max(0.0, free_bytes), self._most_resident) if self._may_offload else 0
-        if not setting or not self._most_resident(setting) <= min(free_bytes, resident_bytes):
-            return []
-        return [f'weights_memory "{math.floor(setting / 1e7) / 100:g}", with which the other weights are streamed from '
-                "system RAM"]
+        return self.group.streaming_that_fits(free_bytes, resident_bytes) if self._may_offload else []
 
     def _of_ranks(self, weight_bytes):
         setup = self._setup
         return rank_weights(weight_bytes, setup.dims, setup.spec.stages, setup.device_bytes)
-
-    def _of_rank(self, job, degrees, config):
-        return rank_memory(self._setup.dims, job, degrees,
-                           memory_settings(config, self._setup.spec.stages, *self.changed))
 
     def _lighter(self):
         """{weight_dtype with smaller weights: bytes that each rank then adds to its device}"""
@@ -320,12 +277,6 @@ class MemoryCheck:
         first = {ranks[0] for ranks in ranks_by_part(len(devices), self._setup.spec)}
         return [size if device != "cpu" or rank in first else 0
                 for rank, (device, size) in enumerate(zip(devices, weight_bytes))]
-
-    def _placement(self, job):
-        """[text] of numbers of devices on which the model would fit; with exact methods only, if the config allows no
-        others."""
-        setup = self._setup
-        return placement_that_fits(setup.config, setup.dims, setup.family.refused, job, min(setup.device_bytes))
 
 
 def has_own_memory(device):

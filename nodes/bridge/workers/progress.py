@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from comfy_execution.utils import get_executing_context
 
-from ....xdit_backend.protocol.messages import Span
+from ....xdit_backend.protocol.messages import JOINING, STARTING, TRYING_LINKS, Span
 
 SHOWN_S = 1.0                              # minimum between two updates of the node's text
 NUM_SPANS = 20_000                         # maximum stored for each rank
+START = STARTING, JOINING, TRYING_LINKS    # phases of a start, in their order
 GB, MB = 1e9, 1e6
 SLOW = GB / 20                             # bytes/s; a lower rate is not shown
 
@@ -39,6 +40,7 @@ class Run:
     why_no_plan: str = ""                  # see Estimates.why_none
     prompt: str = ""                       # id of ComfyUI's prompt
     plan: object = None
+    one_device_s: float | None = None      # measured seconds of such a run on one device
     spans: dict[tuple, list[Span]] = field(default_factory=dict)       # (devices, rank) -> its spans
     requested_s: dict[tuple, float] = field(default_factory=dict)      # devices -> time of the last request for spans
 
@@ -80,6 +82,7 @@ class Run:
         """Copy the description of the split and the Plan once the RemoteModel has chosen them."""
         if self.remote is not None and self.remote.how is not None:
             self.how, self.plan = self.remote.how, self.remote.estimates.plan
+            self.one_device_s = self.remote.estimates.one_device_s
             self.streamed_bytes = self.remote.memory.streamed_bytes
 
 
@@ -90,7 +93,7 @@ class Runs:
         self.last = None
         # text, done, total, counts_bytes and rate (bytes/s) of the slowest rank
         self.phase = {}
-        self._number, self._phases, self._phase_began_s = 0, {}, 0.0
+        self._number, self._phases, self._phase_began_s, self._shown_phase = 0, {}, 0.0, None
         self._collecting = threading.Lock()                    # the panel collects from another thread
 
     @property
@@ -160,12 +163,22 @@ class Runs:
                 spans += reply.spans[:NUM_SPANS - len(spans)]
 
     def describe_phase(self, phase):
-        """Return the node's text for a Phase. Of several ranks in the same phase, the slowest is shown."""
+        """Return the node's text for a Phase; "" for one that is over: ranks pass through the phases of a start at
+        different times. Of several ranks in the same phase, the slowest is shown, and no number decreases unless a
+        rank begins again."""
         now = time.perf_counter()
-        if phase.text != self.phase.get("text"):
-            self._phases, self._phase_began_s = {}, now
+        if _order_of(phase) < _order_of(self._shown_phase) and not _begins_start(phase):
+            return ""
+        known = self._phases.get(phase.rank)
+        begins_again = known is not None and phase.done < known.done
+        if phase.text != self.phase.get("text") or begins_again:
+            self._phases, self._phase_began_s, self.phase = {}, now, {}
+        if phase.text in START or phase.total:
+            self._shown_phase = phase
         self._phases[phase.rank] = phase
         slowest = min(self._phases.values(), key=lambda one: one.done / max(1, one.total))
+        if slowest.done * self.phase.get("total", 0) < self.phase.get("done", 0) * slowest.total:
+            return ""                                          # a rank that has begun later
         done, total, elapsed_s = slowest.done, slowest.total, now - self._phase_began_s
         rate = done / elapsed_s if slowest.counts_bytes and elapsed_s > 0 else 0.0
         self.phase = {"text": phase.text, "done": done, "total": total, "counts_bytes": slowest.counts_bytes,
@@ -177,6 +190,15 @@ class Runs:
         unit, digits, name = (GB, 1, "GB") if total >= GB else (MB, 0, "MB")
         text = f"{phase.text} {done / unit:.{digits}f} of {total / unit:.{digits}f} {name}"
         return f"{text}, {rate / GB:.1f} GB/s" if rate > SLOW else text
+
+
+def _order_of(phase):
+    """Position of a Phase in a start of workers; phases after it are all of the last one."""
+    return START.index(phase.text) if phase is not None and phase.text in START else len(START) * (phase is not None)
+
+
+def _begins_start(phase):
+    return phase.text == START[0] and not phase.done and phase.total > 0
 
 
 def describe_backends(counts):

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import weakref
+from pathlib import Path
 
 import torch
 
@@ -16,13 +17,13 @@ from comfy_execution.utils import get_executing_context
 from ....xdit_backend.config import ParallelConfig, fitting, validate
 from ....xdit_backend.host import machine_profiles
 from ....xdit_backend.host.client import Client
-from ....xdit_backend.host.forkserver import Forkserver
+from ....xdit_backend.host.local_supervisor import local_supervisor
 from ....xdit_backend.host.preflight import num_cuda_devices
 from ....xdit_backend.host.torchrun import environment_of
 from ....xdit_backend.memory.system_memory import available_memory
 from ....xdit_backend.multi_node.listener import Listener, own_addresses, read_address
 from ....xdit_backend.planner.layout_search import speeds_of
-from ....xdit_backend.protocol.devices import machine_of, machines_of, own_name, resolve_devices
+from ....xdit_backend.protocol.devices import machine_of, machines_of, missing_devices, own_name, resolve_devices
 from ....xdit_backend.protocol.errors import ConfigError, WorkerDiedError, WorkerFailedError
 from .idle_timeout import watch
 from .progress import Runs
@@ -31,14 +32,27 @@ from .settings import chosen_address
 log = logging.getLogger(__name__)
 
 WORKER_PACKAGES = ("diffusers", "accelerate", "safetensors", "greenlet", "pydantic")
+REQUIREMENTS = Path(__file__).parents[3] / "requirements.txt"
 RESERVED_BYTES = 2 ** 31                   # of system RAM, not used for parked weights
 # groups that may have a worker on the same device; one more ends the least recently used group
 MAX_SHARING = 2
 
 
+def warn_of_missing_packages():
+    """Log a warning, once ComfyUI has loaded the pack, with the command that installs what is missing."""
+    missing = _missing((*WORKER_PACKAGES, "gguf"))
+    if missing:
+        log.warning("xDiT: %s %s missing in ComfyUI's Python. Install with: \"%s\" -m pip install -r \"%s\"",
+                    ", ".join(missing), "is" if len(missing) == 1 else "are", sys.executable, REQUIREMENTS)
+
+
+def _missing(packages):
+    return [name for name in packages if importlib.util.find_spec(name) is None]
+
+
 def check_packages():
     """Raise ConfigError if a package that the workers need is missing."""
-    missing = [name for name in WORKER_PACKAGES if importlib.util.find_spec(name) is None]
+    missing = _missing(WORKER_PACKAGES)
     if missing:
         raise ConfigError(f"Install {', '.join(missing)}, which this Python does not have: python -m pip install -r "
                           "requirements.txt (in the folder of the xDiT nodes, with ComfyUI's Python), and restart "
@@ -55,6 +69,12 @@ def devices_of(config):
                           "ComfyUI does not listen for any.")
     validate(config, len(devices))
     return devices
+
+
+def describe_missing(config):
+    """Text for the user on devices that a config names and this machine lacks; "" if there are none."""
+    missing = missing_devices(config.devices, num_cuda_devices())
+    return f"this machine lacks {', '.join(missing)}" if missing else ""
 
 
 def fitting_here(config):
@@ -100,7 +120,7 @@ class Groups:
         self._calibrations = None                              # from earlier runs; None until the file is read
         self._speeds = {}                                      # devices -> relative speeds, if heterogeneous
         self._listener = None                                  # for other machines; None until it is needed
-        self._supervisor = Forkserver()
+        self._supervisor = local_supervisor()
         self._is_watched = False                               # whether the idle-timeout thread runs
         self.runs = Runs()
 
@@ -121,8 +141,7 @@ class Groups:
 
     def prepare(self, devices):
         """Start loading the workers' libraries in the background, while other nodes run. Does not block."""
-        if sys.platform != "win32":
-            self._supervisor.prepare(environment_of(devices))
+        self._supervisor.prepare(environment_of(devices))
 
     def listener(self):
         """Return the Listener for other machines. Raises ConfigError if no address is set or it cannot listen there."""
@@ -247,7 +266,7 @@ class Groups:
             self._free_memory(client, device, num_bytes)
         client.models.load(spec, changes)
 
-    def hold(self, client, name, holder):
+    def lock(self, client, name, holder):
         """Register a holder of a model or VAE. The workers drop it once all its holders are garbage-collected."""
         key, token = (client.devices, name), object()
         with self._lock:
@@ -306,7 +325,9 @@ class Groups:
         return counted
 
     def _show_phase(self, phase):
-        show_text(self.runs.describe_phase(phase))
+        text = self.runs.describe_phase(phase)
+        if text:
+            show_text(text)
 
     def _forget_soon(self, *arguments):
         # garbage collection may run at any moment, even while this thread is sending a command

@@ -177,7 +177,7 @@ def test_a_run_that_leaves_less_room_has_more_weights_come(comfyui, said, monkey
     wanted = [comfyui.sample(comfyui.ours("sd3", comfyui.config()), "sd3", steps=2,
                              latent=comfyui.latent("sd3", size=size)) for size in ((8, 8), (64, 64))]
     base = comfyui.ours("sd3", comfyui.config()).model
-    weights, least = base.remote.memory.model_bytes, base.remote.memory._least_bytes
+    weights, least = base.remote.memory.model_bytes, base.remote.memory.group.least_bytes
     taken = []
     for rows_columns in ((8, 8), (64, 64)):
         base.remote._most_run_bytes = 0
@@ -249,7 +249,7 @@ def test_bench_size_has_as_many_weights_come_as_the_node(comfyui, monkeypatch, l
     assert fit.weights_memory == weights_memory
     assert (weights_memory > 0) == (num_bytes < 30e9) == ("offloaded to system RAM" in fit.answer())
     check._setup.spec = dataclasses.replace(check._setup.spec, weights_memory=weights_memory)
-    coming = type(check)(check._setup, check._plan_of, None, dict, dict)
+    coming = type(check)(check._setup, check.group.plan_of, None, dict, dict)
     assert fit.hold == (coming.weight_bytes, coming.offloaded_bytes)
     estimates = types.SimpleNamespace(plan=None, streaming_plan=None, timed=None)
     assert fit.answer().endswith(coming.describe_placement(estimates))
@@ -265,7 +265,7 @@ def test_stages_that_are_too_large_have_weights_come_once_for_each_of_as_few_pat
     budget = check.weights_memory_alongside(check.estimate_of_run(job, fit.layout), False)
     spec = dataclasses.replace(check._setup.spec, weights_memory=budget)
     check._setup.spec = spec
-    coming = type(check)(check._setup, check._plan_of, None, dict, dict)
+    coming = type(check)(check._setup, check.group.plan_of, None, dict, dict)
     counted = count(fit.subject.checkpoint, spec, fit.layout, 0, dataclasses.replace(fit.subject.run, num_patches=2),
                     [12e9 * FULL] * 2)
 
@@ -321,7 +321,8 @@ def test_what_displaced_patches_of_a_u_net_send_leaves_less_room_for_weights(com
         base = comfyui.ours("sdxl", comfyui.config(names, **degrees)).model
         base.memory_required([2, 4, 32, 32])
         taken.append(base.remote._most_run_bytes)
-    cached = base.remote.memory._of_unet(1, 2, (32, 32), Degrees(displaced=2), comfyui.config()).keys_values
+    group = base.remote.memory.group
+    cached = group.run_memory(None, (1, 2), (32, 32), Degrees(displaced=2), group.settings()).keys_values
 
     assert 0 < cached == pytest.approx(taken[1] - taken[0] / 4)
 
@@ -400,7 +401,7 @@ def test_a_worker_that_runs_out_of_memory_has_the_nodes_estimates_say_what_would
     assert words.endswith(facts) and words.startswith('Use weights_memory "') and "Use less" not in words
     cached = float(re.search(r'weights_memory "([\d.]+)"', words)[1]) * 1e9
     has = sum(numbers.get(name, 0) for name in ("weight_bytes", "activation_bytes", "free_bytes"))
-    assert check._most_resident(cached) <= has - (5e9 if command == "Predict" else 0)
+    assert check.group.most_resident(cached) <= has - (5e9 if command == "Predict" else 0)
     if command == "Predict":
         width = int(re.search(r"at most (\d+) x \d+ pixels instead of", words)[1])
         assert 0 < width < 1024 and re.search(r"(ulysses|tensor)_degree=2 on the same devices \(about", words)

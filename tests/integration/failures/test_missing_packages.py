@@ -40,6 +40,9 @@ def test_all_nodes_load_and_say_what_is_missing(comfyui, base, package, says):
 
     assert answers["missing"] == [package] and answers["loaded"], process.stderr[-2000:]
     assert answers["nodes"] == sorted(name for name in comfyui.nodes.NODE_CLASS_MAPPINGS if name.startswith("XDiT"))
+    # a warning in the log as soon as the pack is loaded
+    assert re.search(rf'xDiT: {package} is missing in ComfyUI\'s Python\. Install with: "\S+" -m pip install -r '
+                     r'"\S+requirements\.txt"', process.stderr), process.stderr[-2000:]
     needs = (rf"(Install {package}, which this Python does not have: |Install the package {package}, which GGUF files "
              rf"need: ){INSTALL}")
     for what in ("plain.safetensors", "quantised.gguf", "decode", "prompt"):

@@ -2,8 +2,6 @@
 
 import io
 import json
-import os
-import signal
 import time
 import urllib.error
 import urllib.request
@@ -134,7 +132,7 @@ def test_image_equals_the_native_nodes(server, base, lora):
 def test_progress_previews_and_phases_reach_the_page(server):
     server.run(workflow(seed=2))
     for pid in workers(server):                                # a new group, to see its phases
-        os.kill(pid, signal.SIGKILL)
+        psutil.Process(pid).kill()
     steps, previews, phases = [], [], []
 
     def on_message(kind, content):
@@ -205,7 +203,7 @@ def test_killed_worker_fails_the_prompt_by_name_and_the_next_one_runs(server):
 
     def on_message(kind, content):
         if kind == "progress" and content["value"] == 2 and psutil.pid_exists(victim):
-            os.kill(victim, signal.SIGKILL)
+            psutil.Process(victim).kill()
 
     outcome, content = watch(server, workflow(seed=9, steps=500, size=512), on_message)
 
@@ -270,7 +268,7 @@ def test_everything_listens_on_loopback_only(server):
 @pytest.mark.slow
 @pytest.mark.parametrize("path, body",
                          [("/xdit/state", None), ("/xdit/trace", None), ("/xdit/do", b'{"action": "stop"}'),
-                          ("/xdit/fit", b'{"settings": {}}'), ("/xdit/refusals", b'{"models": [], "vaes": []}')])
+                          ("/xdit/fit", b'{"settings": {}}'), ("/xdit/check", b'{"prompt": {}}')])
 @pytest.mark.parametrize("headers", [{"Origin": "http://elsewhere.example"}, {"Sec-Fetch-Site": "cross-site"}], ids=str)
 def test_another_site_s_page_is_refused(server, path, body, headers):
     """By ComfyUI's own check, under which our routes stand."""

@@ -8,7 +8,8 @@ from tests.support.model_zoo import BARE, example, having, takes
 from tests.unit.host.conftest import call_of, folders, layout, spec_of  # noqa: F401
 from tests.unit.host.test_client import TOLD
 from tests.unit.host.test_pipefusion import oracle, sample, small
-from xdit_backend.attention.log_sum_exp import attention_with_lse, merge_attention
+from xdit_backend.attention.backends import attention_with_lse
+from xdit_backend.attention.log_sum_exp import merge_attention
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.group_norm import group_norm_rows
 from xdit_backend.distributed.spatial_ops import RowSplit

@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 from tests.support.model_zoo import CONFIGS, example
 from tests.support.tolerances import within
 from tests.unit.tools.dry_run.rows import ALLOWED_WAITS
-from xdit_backend.attention.log_sum_exp import Kernel, attention_with_lse, choose_backend, run_backend
+from xdit_backend.attention.backends import BACKENDS, attention_with_lse, run_backend, torch_backend
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.group_norm import group_norm_rows
 from xdit_backend.distributed.mesh import SINGLE
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 # heads, head size, tokens: at 1024 px, and 81 frames of 480 x 832
 PUBLISHED = {"Flux.1 dev": (24, 128, 4608), "SD3.5 large": (38, 64, 4429), "Wan 2.1 14B": (40, 128, 32760)}
-CHOICES = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
-           "efficient": SDPBackend.EFFICIENT_ATTENTION}
+CHOICES = {"torch_cudnn": SDPBackend.CUDNN_ATTENTION, "torch_flash": SDPBackend.FLASH_ATTENTION,
+           "torch_efficient": SDPBackend.EFFICIENT_ATTENTION}
 
 
 @contextmanager
@@ -51,8 +51,8 @@ def random(*shape, dtype=torch.float32, seed=0):
 def kernels(dtype, head_size):
     """Every kernel that this device has for a dtype and head size."""
     capability = torch.cuda.get_device_capability(CUDA)
-    chosen = {choose_backend(dtype, head_size, 100, capability, has_cudnn) for has_cudnn in (True, False)}
-    return [*chosen, Kernel("efficient", dtype, 8)]
+    chosen = {torch_backend(dtype, head_size, 100, capability, has_cudnn) for has_cudnn in (True, False)}
+    return sorted(chosen | {"torch_efficient"})
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3), (torch.float32, 1e-4)],
@@ -63,7 +63,7 @@ def test_every_kernel_gives_attention_and_its_log_sum_exp(dtype, tolerance, head
     scores = q.double() @ k.double().transpose(-1, -2) * head_size ** -0.5
 
     for backend in kernels(dtype, head_size):
-        out, lse = run_backend(backend, q, k, v)
+        out, lse = run_backend(BACKENDS[backend], None, q, k, v, None, None, True)
 
         assert lse.shape == (2, 4, 50, 1) and out.dtype == dtype
         within((out.double() - scores.softmax(-1) @ v.double()).abs().max(), tolerance, backend)
@@ -76,9 +76,9 @@ def test_ring_takes_the_kernel_that_torchs_own_attention_takes(name):
     q, k, v = random(3, 1, heads, num_tokens, head_size, dtype=torch.bfloat16)
     capability = torch.cuda.get_device_capability(CUDA)
 
-    backend = choose_backend(q.dtype, head_size, num_tokens, capability, torch.backends.cudnn.is_available())
+    backend = torch_backend(q.dtype, head_size, num_tokens, capability, torch.backends.cudnn.is_available())
 
-    assert SDPBackend(torch._fused_sdp_choice(q, k, v)) == CHOICES[backend.name]
+    assert SDPBackend(torch._fused_sdp_choice(q, k, v)) == CHOICES[backend]
     within((attention_with_lse(q, k, v)[0] - F.scaled_dot_product_attention(q, k, v)).abs().max(), 2e-2)
 
 

@@ -91,7 +91,7 @@ def ours(comfyui, how, name, streamed=False, **degrees):
     model = loaded()
     if not streamed:
         return model
-    kilobytes = math.ceil(1.01 * model.model.remote.memory._least_bytes / 1e3)
+    kilobytes = math.ceil(1.01 * model.model.remote.memory.group.least_bytes / 1e3)
     model = loaded(weights_memory=f"{kilobytes / 1e6}", **{} if degrees else {"mode": "manual"})
     assert max(model.model.remote.memory.offloaded_bytes) > 0
     return model

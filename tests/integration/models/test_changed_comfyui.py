@@ -27,7 +27,9 @@ def sampled(comfyui, model, kind):
 AFTER_AUDIO = "ax_scaled = ax_norm3 * (1 + scale_ca_audio_hidden_states_v2a)"
 
 
-@pytest.mark.parametrize("layout", [{}, {"ulysses": 2}])
+@pytest.mark.parametrize("layout", [{}, {"ulysses": 2}, {"tensor": 2}, {"pipefusion": 2, "warmup_steps": 2},
+                                    *(pytest.param(each, marks=pytest.mark.slow) for each in (
+                                        {"cfg": 2}, {"data": 2}, {"ring": 2}))], ids=str)
 def test_ltx2_norms_the_video_again_where_comfyui_does(comfyui, monkeypatch, layout):
     """As ComfyUI 0.31 does, before its video-to-audio attention."""
     from comfy.ldm.lightricks import av_model
@@ -95,6 +97,59 @@ def test_new_conditioning_is_comfyuis_where_its_model_reads_it(comfyui, monkeypa
 
     with pytest.raises(comfyui.errors.UnsupportedError, match=words):
         comfyui.sample(comfyui.ours("sd3", comfyui.config()), "sd3", steps=1)
+
+
+def keys_of_nodes(comfyui, source):
+    return importlib.import_module(
+        f"{comfyui.pack.__name__}.nodes.bridge.compatibility.comfyui_version").keys_of_nodes(source)
+
+
+def test_keys_that_a_node_sets_are_read_from_the_source(comfyui):
+    source = """
+class Model(BaseModel):
+    def extra_conds(self, **kwargs):
+        out = super().extra_conds(**kwargs)
+        noise, payload = kwargs.get("noise", None), {}
+        if noise is not None and kwargs["device"] is not None:
+            out["of every call"] = noise
+        mask = kwargs.get("mask", None)
+        if mask is not None:
+            out["mask"] = mask
+            if noise.ndim == 4:
+                out["mask of images"] = mask
+        adm = self.encode_adm(**kwargs)
+        if adm is not None:
+            out["y"] = adm
+        for reference in kwargs.get("references", ()):
+            payload["references"] = reference
+        if "time" in kwargs:
+            pass
+        else:
+            out["other"] = 1
+        out["rate"], out["payload"] = kwargs.get("rate", 25), payload
+        out["rate"] = kwargs.get("rate", 25)
+        return out
+
+    def encode_adm(self, **kwargs):
+        if kwargs.get("size"):
+            kwargs["no conditioning"] = 1
+"""
+
+    assert keys_of_nodes(comfyui, source) == {"mask", "mask of images", "y", "references", "other"}
+
+
+def test_keys_that_nodes_of_this_comfyui_set_are_found(comfyui):
+    import inspect
+
+    import comfy.model_base
+    found = keys_of_nodes(comfyui, inspect.getsource(comfy.model_base))
+
+    assert found >= {
+        "attention_mask", "clip_fea", "context_latents", "guidance", "guiding_frame_index", "local_add_cond",
+        "audio_cond_noise_aug", "visual_cond_noise_aug", "ref_audio", "ref_contexts", "ref_latent", "ref_latents",
+        "ref_mask_flag", "ref_mask_latents", "reference_latent", "sam_latents", "siglip_feats", "time_context",
+        "time_dim_concat", "time_dim_replace", "txt_byt5", "y"}
+    assert not found & {"num_video_frames", "frame_rate", "effnet", "minimax_payload"}
 
 
 @pytest.mark.parametrize("name", ["FLOW_AV", "FLOW_OF_TOMORROW"])

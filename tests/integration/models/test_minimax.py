@@ -118,6 +118,33 @@ def test_guides_at_any_frame_of_images_and_audio_equal_native(comfyui, native, m
     assert relative_error(native("guides")[0], native("first")[0]) > 1e-3
 
 
+@pytest.mark.parametrize("layout", by_default({"one", "ulysses2", "tensor2"}, list(LAYOUTS)))
+@pytest.mark.parametrize("of", [("video", "audio"), *(pytest.param((each,), marks=pytest.mark.slow)
+                                                      for each in ("video", "audio"))])
+def test_inpainting_with_a_time_of_each_token_equals_native(comfyui, monkeypatch, layout, of):
+    """Masks with values between 0 and 1. ComfyUI 0.33.0 and earlier do not tell the model of them."""
+    from comfy import model_base
+    if not hasattr(model_base.MiniMaxH3, "_denoise_mask_conds"):
+        pytest.skip("this ComfyUI inpaints without times of tokens")
+    parts = drawn(40, 1, 24, FRAMES, *CANVAS), drawn(41, 1, 32, 2, AUDIO_LENGTH)
+    masks = [torch.ones(part.shape) for part in parts]
+    if "video" in of:
+        masks[0][:, :, 2:, :3], masks[0][:, :, 1, :, 4:] = 0.0, 0.4
+    if "audio" in of:
+        masks[1][..., :4], masks[1][..., 5] = 0.0, 0.7
+    latent = {"samples": in_parts(*parts)}
+    config = comfyui.config(LAYOUTS[layout][0], **LAYOUTS[layout][1])
+
+    def inpainted(model, masked=True):
+        positive, negative = prompts("text")
+        return comfyui.sample(model, "minimax-h3", positive=positive, negative=negative,
+                              latent=latent | ({"noise_mask": in_parts(*masks)} if masked else {})).unbind()
+    want = inpainted(comfyui.native("minimax-h3"))
+
+    compare(inpainted(comfyui.ours("minimax-h3", config)), want)
+    assert relative_error(want[0], inpainted(comfyui.native("minimax-h3"), masked=False)[0]) > 1e-3
+
+
 @pytest.mark.parametrize("case, other", [
     ("tags", "text"), ("last", "first"), ("both", "last"), ("images", "text"), ("video", "images"), ("all", "video")])
 def test_what_is_given_changes_the_video_and_the_audio(native, case, other):

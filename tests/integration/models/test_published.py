@@ -37,14 +37,14 @@ def test_every_tensor_of_a_published_file_has_its_place(comfyui, monkeypatch, na
     monkeypatch.setattr(anima, "LLMAdapter", getattr(anima.LLMAdapter, "func", anima.LLMAdapter))
     family_name, some_shapes, expected = PUBLISHED[name]
     family = FAMILIES[family_name]
-    if family.test_config.detected and not family.takes_unet_patches:
+    if family.test_config.detected and not family.plan.takes_unet_patches:
         monkeypatch.setattr(getattr(comfy.supported_models, family.test_config.detected), "unet_extra_config", {})
     given = {key: torch.empty(shape, device="meta") for key, shape in some_shapes.items()}
     said = SAID.get(name, {})
     unet = comfy.model_detection.detect_unet_config(given, "", {"config": json.dumps({"transformer": said})})
-    if family.is_replicated:
+    if family.plan.hooks == "replicated":
         unet.pop("stable_cascade_stage")
-    elif family.is_unet:
+    elif family.plan.is_unet:
         unet |= ({"num_heads": 8, "num_head_channels": -1} if family_name in ("SD 1.5", "SD x4 upscaler")
                  else {"num_heads": -1, "num_head_channels": 64})
         if family.has_frames_as_batch:
@@ -64,7 +64,7 @@ def test_every_tensor_of_a_published_file_has_its_place(comfyui, monkeypatch, na
     if "ldm.flux" in family.test_config.native or family_name.startswith("Chroma"):     # and as it is published
         namings += [{key.replace("_norm.weight", "_norm.scale") if "norm." in key else key: tensor
                      for key, tensor in tensors.items()}]
-    if family.is_replicated:
+    if family.plan.hooks == "replicated":
         namings += [given]
 
     for tensors in namings:

@@ -11,7 +11,7 @@ from tests.support.tiny_checkpoints import families, state_dict
 from tests.support.tolerances import close, relative_error
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides
-KINDS = [kind for kind, family in families().items() if family.takes_unet_patches and kind != "sd15-ip2p"]
+KINDS = [kind for kind, family in families().items() if family.plan.takes_unet_patches and kind != "sd15-ip2p"]
 LAYOUTS = {"one": ("cpu", {}), "cfg2": ("cpu,cpu", {"cfg": 2}), "data2": ("cpu,cpu", {"data": 2}),
            "displaced2": ("cpu,cpu", {"displaced": 2, "displaced_mode": "full_sync"})}
 MATRIX = [*((kind, "one") for kind in KINDS), ("sdxl", "cfg2"), ("sdxl-inpaint", "data2"),

@@ -8,9 +8,9 @@ import torch
 
 from tests.integration.sampling.test_pipefusion import EXACT, STALE, sample_oracle, staged
 from tests.integration.sampling.test_rope_scaling import scaled
-from tests.support.model_zoo import conditioning_of
 from tests.support.tiny_checkpoints import families
 from tests.support.tolerances import close, relative_error
+from xdit_backend.models.common.example_inputs import conditioning_of
 
 KIND = "z-image-omni"
 # rows and columns of the references, patches of what is seen (None: not seen), tokens of the texts

@@ -11,6 +11,9 @@ from PIL import Image
 from tests.support.chromium import ARGUMENTS, find_chromium
 from tests.support.comfyui_server import ROOT, Host, comfyui_folder, make_base
 
+# the answer of POST /xdit/check for a graph without anything to reject, whose files are all here
+CHECKED = {"models": {}, "vaes": {}, "absent": [], "missing": [], "nodes": {}}
+
 
 @pytest.fixture(scope="package")
 def host(tmp_path_factory):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.page.conftest import post, validated
+from tests.integration.page.conftest import CHECKED, post, validated
 from tests.support.tiers import by_default
 
 # Of families that the workers run: an all-in-one checkpoint, two of them, subgraphs with promoted widgets, two models,
@@ -67,7 +67,7 @@ def test_a_template_there_and_back(page, host, tmp_path, name):
     files = {(one["directory"], one["name"]) for graph in graphs_of(given)
              for node in graph["nodes"] for one in node.get("properties", {}).get("models", [])}
     # as if they were whole
-    page.route("**/xdit/refusals", lambda route: route.fulfill(json={"models": {}, "vaes": {}}))
+    page.route("**/xdit/check", lambda route: route.fulfill(json=CHECKED))
     page.evaluate("graph => app.loadGraphData(graph)", given)
     # the page goes on changing what it has loaded for a moment
     page.wait_for_timeout(500)
@@ -81,7 +81,7 @@ def test_a_template_there_and_back(page, host, tmp_path, name):
     run_command(page, "RunOnOneGpu")
     after = page.evaluate(SERIALIZE)
     page.evaluate("() => app.extensionManager.workflow.activeWorkflow.changeTracker.undo()")
-    page.unroute("**/xdit/refusals")
+    page.unroute("**/xdit/check")
 
     assert {"XDiTLoadModel", "XDiTVAEDecode"} <= types_of(on_all)
     assert not {"UNETLoader", "CheckpointLoaderSimple", "KSampler", "VAEDecode"} & types_of(on_all)
@@ -106,7 +106,7 @@ def test_drawn_templates_go_there_and_back_without_a_changed_byte(page):
     """All of them do so as files, in tests/integration/page/test_convert_in_node.py; this is through the page, which
     loads and writes them."""
     drawn = random.Random(DRAWN).sample(with_a_loader(), DRAWN)
-    page.route("**/xdit/refusals", lambda route: route.fulfill(json={"models": {}, "vaes": {}}))
+    page.route("**/xdit/check", lambda route: route.fulfill(json=CHECKED))
     changed = {}
     for name in drawn:
         page.evaluate("graph => app.loadGraphData(graph)", stock(name))
@@ -117,7 +117,7 @@ def test_drawn_templates_go_there_and_back_without_a_changed_byte(page):
         if changed[name]:
             run_command(page, "RunOnOneGpu")
         assert without_order(page.evaluate(SERIALIZE)) == without_order(before), name
-    page.unroute("**/xdit/refusals")
+    page.unroute("**/xdit/check")
 
     assert sum(changed.values()) >= DRAWN / 2 and page.problems == []
 
@@ -127,41 +127,73 @@ def test_the_keys_convert_and_the_page_says_what_stays(page):
     before = page.evaluate(SERIALIZE)
 
     page.keyboard.press("Alt+Shift+G")
-    page.wait_for_function("title => document.querySelector('.p-toast')?.innerText.includes(title)",
-                           arg="how SAM3 Detect changes the model")
+    page.wait_for_function("words => document.querySelector('.p-toast')?.innerText.includes(words)",
+                           arg="for SAM 3, which xDiT does not support")
 
     assert page.evaluate(SERIALIZE) == before
     assert page.problems == []
 
 
-@pytest.mark.parametrize("body", [b"no json", b"[]", b"{}", b'{"models": "a", "vaes": []}',
-                                  b'{"models": [1], "vaes": []}', b'{"models": [], "vaes": [], "more": []}',
-                                  json.dumps({"models": ["a"] * 201, "vaes": []}).encode()])
-def test_what_is_asked_in_another_form_is_refused(host, body):
-    status, answer = post(host, "/xdit/refusals", body)
+# Of each kind of answer: models that are not run, by the node that says so, and models whose files are not here.
+ANSWERS = {"utility_image_segment_sam3": "for SAM 3, which xDiT does not support",
+           "utility_sdpose_ood_image_to_pose": "for SDPose, which xDiT does not support",
+           "video_causal_forcing_i2v": "the sampler ar_video (Sampler AR Video)",
+           "video_wan21_scail2_character_replacement": "is not here, so it was not checked|are not here, so they were",
+           "image_omnigen2_t2i": "omnigen2_fp16.safetensors is not here, so it was not checked"}
 
-    assert status == 400 and "names of files" in answer["error"]
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_the_page_asks_what_would_refuse_a_run(page, name):
+    page.evaluate("() => app.extensionManager.toast.removeAllGroups?.()")
+    page.evaluate("graph => app.loadGraphData(graph)", stock(name))
+    page.wait_for_timeout(500)
+
+    page.evaluate("""() => {
+        window.toasts = [];
+        const { toast } = app.extensionManager, add = toast.add;
+        toast.add = (message) => { toasts.push(message); toast.add = add; return add.call(toast, message); };
+    }""")
+    run_command(page, "RunOnAllGpus")
+    [toast] = page.evaluate("() => toasts")
+
+    is_left = "does not support" in ANSWERS[name] or "ar_video" in ANSWERS[name]
+    assert any(words in f"{toast['summary']} {toast['detail']}" for words in ANSWERS[name].split("|")), toast
+    assert toast["severity"] == "warn"                         # ComfyUI would refuse it: its files are not here
+    assert ("XDiTLoadModel" in types_of(page.evaluate(SERIALIZE))) != is_left
+    assert page.problems == []
+
+
+@pytest.mark.parametrize("body", [b"no json", b"[]", b"{}", b'{"prompt": []}', b'{"prompt": {}, "more": []}',
+                                  b'{"prompt": {"1": {"class_type": 1, "inputs": {}}}}',
+                                  b'{"prompt": {"1": {"class_type": "KSampler", "inputs": []}}}'])
+def test_a_check_of_another_form_is_refused(host, body):
+    status, answer = post(host, "/xdit/check", body)
+
+    assert status == 400 and "API format" in answer["error"]
 
 
 def test_the_server_says_which_files_it_would_refuse(host):
-    requested = {"models": ["sd3.5_medium.safetensors", "../comfyui.log", "absent.safetensors",
-                            "xdit_demo.safetensors"],
-             "vaes": ["ae.safetensors", "xdit_demo_vae.safetensors"]}
-    status, answer = post(host, "/xdit/refusals", json.dumps(requested).encode())
+    prompt = {str(number): {"class_type": "UNETLoader", "inputs": {"unet_name": name}} for number, name in enumerate(
+        ("sd3.5_medium.safetensors", "../comfyui.log", "absent.safetensors", "xdit_demo.safetensors"))}
+    prompt |= {f"vae {name}": {"class_type": "VAELoader", "inputs": {"vae_name": name}}
+               for name in ("ae.safetensors", "xdit_demo_vae.safetensors")}
+    prompt |= {f"user {loader}": {"class_type": "VAEDecode", "inputs": {"vae": [loader, 0]}} if "vae" in loader else
+               {"class_type": "KSampler", "inputs": {"model": [loader, 0]}} for loader in prompt}
+    status, answer = post(host, "/xdit/check", json.dumps({"prompt": prompt}).encode())
 
     assert status == 200                                       # the files of the templates are empty
-    assert set(answer["models"]) == {"sd3.5_medium.safetensors"}
-    assert answer["models"]["sd3.5_medium.safetensors"] == "Download sd3.5_medium.safetensors again: it is empty."
-    assert set(answer["vaes"]) == {"ae.safetensors"}
+    assert answer["models"] == {"sd3.5_medium.safetensors": "Download sd3.5_medium.safetensors again: it is empty."}
+    assert set(answer["vaes"]) == {"ae.safetensors"} and answer["absent"] == ["absent.safetensors"]
 
 
 STOCK, SEED = 45, 12
 # Boxes with titles, as drawn: [graph, id, type, left, top, right, bottom, whether the conversion made or changed it].
 READ_BOXES = """() => [app.rootGraph, ...app.rootGraph.subgraphs.values()].flatMap((graph, index) =>
-    graph.nodes.map((node) => {
-        const [left, top, width, height] = node.boundingRect, isConverted = Boolean(node.properties.xdit_was);
-        return [index, String(node.id), node.type, left, top, left + width, top + height, isConverted];
-    }))"""
+  graph.nodes.map((node) => {
+    const [left, top, width, height] = node.boundingRect;
+    const was = Boolean(node.properties.xdit_was);
+    return [index, String(node.id), node.type, left, top, left + width, top + height, was];
+}))"""
 
 
 def stock_sample():
@@ -182,13 +214,14 @@ def overlaps(boxes):
 @pytest.mark.parametrize("name", by_default({"default"}, stock_sample()))
 def test_converted_nodes_cover_no_other_one(page, name):
     """In the page, which enlarges nodes whose slots or title need it."""
-    page.route("**/xdit/refusals", lambda route: route.fulfill(json={"models": {}, "vaes": {}}))
+    page.route("**/xdit/check", lambda route: route.fulfill(
+        json={"models": {}, "vaes": {}, "absent": [], "missing": [], "nodes": {}}))
     page.evaluate("graph => app.loadGraphData(graph)", stock(name))
     page.wait_for_timeout(300)
     run_command(page, "RunOnAllGpus")
     page.wait_for_timeout(300)
     page.evaluate("() => { for (const node of app.rootGraph.nodes) node.updateArea(); }")
     boxes = page.evaluate(READ_BOXES)
-    page.unroute("**/xdit/refusals")
+    page.unroute("**/xdit/check")
 
     assert overlaps(boxes) == [] and len(boxes) > 2

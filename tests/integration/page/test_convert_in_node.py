@@ -3,7 +3,6 @@ in Node, without a page."""
 
 import importlib.util
 import json
-import re
 import subprocess
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 
 from tests.support.comfyui_server import ROOT, comfyui_folder
 from tests.support.page_modules import evaluate
-from xdit_backend.models import FAMILIES
 
 
 @pytest.fixture(scope="module")
@@ -53,54 +51,10 @@ def test_twice_is_once(converted):
     assert [name for name, entry in converted.items() if entry["again"]] == []
 
 
-def test_a_model_that_is_not_run_is_told_by_its_nodes_where_its_file_is_not_here(node, modules, templates, tmp_path):
-    """By those that are on: a loader whose prompts are bypassed goes by its file. No template has such a model: one
-    with another's conditioning in its place."""
-    name = "txt_to_image_to_video.json"
-    text = (templates / name).read_text(encoding="utf-8")
-    (tmp_path / name).write_text(text.replace("SVD_img2vid_Conditioning", "SDPoseKeypointExtractor"),
-                                 encoding="utf-8")
-
-    left = convert(node, modules, tmp_path)[name]["left"]
-
-    assert {one["model"] for one in left if one["reason"] == "other_model"} == {"SDPose"}
-    assert "model_stays" in {one["reason"] for one in left if one["type"] == "KSampler"}
-
-
-@pytest.mark.parametrize("type_, is_left", [("IPADAPTER", False), ("PULID", False), ("INSTANTID", False),
-                                            ("PULIDFLUX", True)])
-def test_a_model_with_images_goes_to_workers_that_run_it(node, modules, templates, tmp_path, type_, is_left):
-    """Nodes of other packs, told by what they take: here the sampler takes it too."""
-    name = "sdxl_simple_example.json"
-    workflow = json.loads((templates / name).read_text(encoding="utf-8"))
-    for one in workflow["nodes"]:
-        if one["type"].startswith("KSampler"):
-            one["inputs"].append({"name": "face", "type": type_, "link": one["inputs"][0]["link"]})
-    (tmp_path / name).write_text(json.dumps(workflow), encoding="utf-8")
-
-    entry = convert(node, modules, tmp_path)[name]
-
-    assert ("patch" in {one["reason"] for one in entry["left"]}) == is_left != ("XDiTLoadModel" in entry["types"])
-
-
 def test_infinite_talk_goes_to_the_workers_with_its_two_speakers(converted):
     entry = converted["video_wan2_1_infinitetalk.json"]
 
     assert "XDiTLoadModel" in entry["types"] and "UNETLoader" not in entry["types"]
-
-
-def test_a_model_that_its_own_node_runs_stays_beside_the_one_that_draws(converted):
-    entry = converted["video_wan21_scail2_character_replacement.json"]
-
-    assert {one["type"]: one["model"] for one in entry["left"] if one["reason"] == "other_model"} == {
-        "CheckpointLoaderSimple": "SAM 3"}
-    assert {"XDiTLoadModel", "CheckpointLoaderSimple"} <= {*entry["types"]} and "UNETLoader" not in entry["types"]
-
-
-def test_what_is_told_to_be_for_other_models_is_for_none_that_is_run(node, modules):
-    models = set(evaluate(node, modules / "convert.mjs", "FOR_OTHERS", "FOR_OTHERS").values())
-
-    assert models and [(model, name) for model in models for name in FAMILIES if model.lower() in name.lower()] == []
 
 
 def test_a_loader_of_a_vision_model_stays_beside_that_of_the_model(converted):
@@ -142,13 +96,6 @@ def test_the_model_of_a_split_loader_stays_in_its_group_and_keeps_its_title(conv
     assert [one for entry in converted.values() for one in entry["made"] if one["covers"]] == []
 
 
-def test_what_stays_in_a_subgraph_is_told_with_its_name(converted):
-    [loader] = [left for left in converted["utility_image_segment_sam3.json"]["left"]
-                if left["type"] == "CheckpointLoaderSimple"]
-
-    assert (loader["inside"], loader["reason"]) == ("Image Segment (SAM3)", "patch")
-
-
 @pytest.mark.parametrize("name, types, stay", [
     ("default.json", ["XDiTLoadModel", "XDiTLoadClipVae", "XDiTParallelSampler", "XDiTVAEDecode"], []),
     ("sdxlturbo_example.json", ["XDiTLoadModel", "XDiTLoadClipVae", "XDiTVAEDecode"], []),
@@ -158,7 +105,6 @@ def test_what_stays_in_a_subgraph_is_told_with_its_name(converted):
     ("image_qwen_image_controlnet_patch.json",
      ["XDiTLoadModel", "XDiTParallelSampler", "XDiTVAEDecode", "XDiTVAEEncode"], []),
     ("image_flux2_klein_9b_kv_image_edit.json", ["XDiTLoadModel", "XDiTVAEDecode", "XDiTVAEEncode"], []),
-    ("utility_image_segment_sam3.json", [], [("CheckpointLoaderSimple", "patch")]),
 ])
 def test_what_becomes_of_a_template(converted, name, types, stay):
     entry = converted[name]
@@ -222,11 +168,3 @@ def test_templates_are_listed_with_demo_first_and_a_sentence_each(node, modules,
         assert one["name"] == one["title"] and one["description"].endswith("。" if locale == "zh" else ".")
         assert "-" not in one["description"]                   # the page shows none
         assert sum(1 + (letter > "\u2e80") for letter in one["description"]) <= 66     # two lines, and no more
-
-
-def test_what_is_refused_is_what_the_nodes_page_says(node, modules):
-    """convert.js leaves a loader alone whose MODEL goes to one of these."""
-    page = (ROOT / "docs" / "reference" / "nodes.md").read_text(encoding="utf-8")
-    refused = set(re.findall(r"^\| ([^|]+) \| [^|]+ \| rejected[^:|]*: ", page, re.M))
-
-    assert refused and set(evaluate(node, modules / "convert.mjs", "REFUSED", "REFUSED")) == refused

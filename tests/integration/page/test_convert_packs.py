@@ -18,17 +18,19 @@ from tests.integration.page.pack_graphs import (
 from tests.support.page_modules import write_modules
 
 CONVERT = """import fs from "node:fs";
-import { toAllGpus, toOneGpu, filesOf } from %s;
+import { toAllGpus, toOneGpu, filesToTakeOver } from %s;
 const given = JSON.parse(fs.readFileSync(0));
 const one = toAllGpus(given.workflow, given.refusals, given.definitions);
 const edited = JSON.parse(JSON.stringify(one.workflow));
 for (const [id, key, value] of given.edits) edited.nodes.find((node) => node.id === id)[key] = value;
-console.log(JSON.stringify({ ...one, back: toOneGpu(edited), files: filesOf(given.workflow, given.definitions) }));"""
+const files = filesToTakeOver(given.workflow, given.definitions);
+console.log(JSON.stringify({ ...one, back: toOneGpu(edited), files }));"""
 
 
 @pytest.fixture(scope="module")
 def convert(node, modules):
-    """A function from a workflow file to what toAllGpus returns, with `back` of toOneGpu and `files` of filesOf.
+    """A function from a workflow file to what toAllGpus returns, with `back` of toOneGpu and `files` of
+    filesToTakeOver.
     edits: [(id of a node, entry, value)] between the two."""
     def run(given, definitions=DEFINITIONS, refusals=None, edits=(), folder=modules):
         values = {"workflow": given, "definitions": definitions, "refusals": refusals or {}, "edits": list(edits)}
@@ -93,7 +95,7 @@ def test_a_loader_of_any_pack_becomes_load_xdit_model(convert, type, values, exp
         assert named(result) == {("SomeLoader", "no_counterpart"), ("KSampler", "model_stays")}
     else:
         assert [one["widgets_values"] for one in nodes_of(result, "XDiTLoadModel")] == [expected]
-        assert result["files"]["models"] == [values[0]] and result["left"] == []
+        assert result["left"] == []
         [dropped] = [one.get("text", "") for one in result["outcomes"] if one["type"] == type]
         assert dropped == ", ".join(name for name in PLACED.get(type, "").split())
     assert same_bytes(result["back"]["workflow"], given)
@@ -355,7 +357,7 @@ BEFORE_CFG = ["local", "default", 2, 2, 1]
     ([*BEFORE_CFG, False, False], (2, 1, 1, "sdpa")),                                          # FSDP, its offload
     ([*BEFORE_CFG, False, False, "FA"], (2, 1, 1, "flash")),
     ([*BEFORE_CFG, 1, False, False, "FA3"], (2, 1, 1, "flash3")),
-    ([*BEFORE_CFG, True, False, False, False, "SAGE_AUTO"], (2, 1, 1, "sage")),                # of an old file
+    ([*BEFORE_CFG, True, False, False, False, "SAGE_AUTO"], (2, 1, 1, "sage")),      # cfg_degree of an old file
     (["local", "default", 4, 1, 2, 2, False, True, False, "TORCH_CUDNN", True, False], (1, 2, 2, "sdpa")),
     (["local", "default", 4, 2, 1, 1, False, True, False, 2, "FA", True, False], (2, 1, 1, "flash")),    # replicas
     (["local", "default", 4, 2, 1, 1, False, True, False, "FA", True, False, 2], (2, 1, 1, "flash")),
@@ -410,7 +412,7 @@ def test_a_refused_file_leaves_raylights_graph(convert):
     result = convert(raylight(), refusals={"models": {"wan.safetensors": "it is empty"}})
 
     assert {one["text"] for one in result["left"] if one["reason"] == "file"} == {"it is empty"}
-    assert result["files"]["models"] == ["wan.safetensors"] and result["changed"] == 0
+    assert result["files"] == ["wan.safetensors"] and result["changed"] == 0
 
 
 # ---- edits between the two conversions

@@ -157,7 +157,7 @@ def test_what_is_asked_in_another_form_is_refused(host, path, body):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["/xdit/state", "/xdit/timeline", "/xdit/trace", "/xdit/watch", "/xdit/do",
-                                  "/xdit/fit", "/xdit/refusals"])
+                                  "/xdit/fit", "/xdit/check"])
 def test_other_sites_are_refused(host, path):
     body = None if path in ("/xdit/state", "/xdit/timeline", "/xdit/trace") else b'{"action": "stop"}'
     assert send(host, path, body, Origin="http://elsewhere.example")[0] == 403
@@ -358,24 +358,6 @@ def test_times_that_come_late_are_not_shown_beside_a_later_state(page, host, aft
     }""", host.get("/xdit/state"))
 
     assert hidden == [True, True]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wait", ["wait", "weights", "exchange"])
-def test_the_bubble_is_the_time_without_work(page, wait):
-    """Two steps of 4 s in 10 s, of which 1 s is a wait, for another rank or for weights; a decode after them counts as
-    work, and not as the bubble."""
-    spans = [["whole", 0, 4, 1, 0], [wait, 1, 2, 1, 0], ["patch", 6, 10, 2, 0], ["decode", 12, 13, 0, 0]]
-    whole, later, drawn = page.evaluate("""async spans => {
-        const { summarise, rectangles } = await import("/extensions/xdit-comfyui/timeline.js");
-        return [summarise(spans, 0, 10), summarise(spans, 2, 10),
-                rectangles(spans, 5, 15, 100).map(({ x, width, span }) => [span[0], x, width])];
-    }""", spans)
-
-    assert whole["steps"] == 2 and (whole["busy"], whole["waits"]) == (8, 1)
-    # what came before the steps is no bubble
-    assert abs(whole["idle"] - 0.3) < 1e-9 and abs(later["idle"] - 0.125) < 1e-9
-    assert drawn == [["patch", 10, 40], ["decode", 70, 10]]
 
 
 @pytest.mark.slow

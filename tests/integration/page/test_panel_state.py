@@ -53,7 +53,7 @@ def test_the_timeline_is_of_the_ranks_and_steps_that_ran(comfyui, panel, kinds, 
 def test_waits_for_weights_are_in_the_timeline_in_the_step_that_waited(comfyui, panel, monkeypatch, degrees):
     """And the panel is told what of a model stays on each device, and what comes."""
     monkeypatch.setattr(panel, "SHORT_S", 0.0)                 # what comes of a tiny model takes no longer
-    least = comfyui.ours("sd3", comfyui.config("cpu,cpu", **degrees), size="demo").model.remote.memory._least_bytes
+    least = comfyui.ours("sd3", comfyui.config("cpu,cpu", **degrees), size="demo").model.remote.memory.group.least_bytes
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu", weights_memory=f"{1.01 * least / 1e9}", **degrees),
                          size="demo")
     memory = model.model.remote.memory

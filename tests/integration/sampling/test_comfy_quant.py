@@ -6,14 +6,15 @@ import torch
 
 from tests.integration.lora.test_lora import loras  # noqa: F401
 from tests.programs.model_nodes import model_nodes
-from tests.support.comfy_quants import WRITTEN, save_comfy_quant
+from tests.support.comfy_quants import NEWER, ROTATING, WRITTEN, save_comfy_quant
 from tests.support.tiers import by_default
 from tests.support.tolerances import relative_error, within
 
 LAYOUTS = {"one": {}, "cfg2": {"cfg": 2}, "ulysses2": {"ulysses": 2}, "ring2": {"ring": 2},
            "patches": {"pipefusion": 2, "num_patches": 2, "warmup_steps": 3}, "tensor2": {"tensor": 2},
            "data2": {"data": 2}, "displaced2": {"displaced": 2, "warmup_steps": 3}}
-ROUNDING = "int8_tensorwise", "int8_per_row", "int8_convrot", "convrot_w4a4", "mixed"      # inputs, on any device
+# inputs, on any device
+ROUNDING = "int8_tensorwise", "int8_per_row", "int8_convrot", "convrot_w4a4", "asym_w4a8_int8", "mixed"
 CASES = [("sd3", "nvfp4", layout) for layout in LAYOUTS if layout not in ("data2", "displaced2")] + [
     ("sd3", "mixed", layout) for layout in LAYOUTS if layout != "tensor2"] + [
     # "mixed" has a layer of each format but float8_e5m2
@@ -23,8 +24,12 @@ CASES = [("sd3", "nvfp4", layout) for layout in LAYOUTS if layout not in ("data2
     ("flux", "mixed", "ring2"), ("wan", "mixed", "cfg2"), ("pixart", "mixed", "one"),
     ("sdxl", "int8_per_row", "one"), ("flux", "nvfp4", "tensor2"), ("wan", "mxfp8", "tensor2")]
 BESIDE = [(format_, layout) for format_ in WRITTEN for layout in ("one", "patches", "tensor2")
-          if (format_, layout) != ("convrot_w4a4", "tensor2")]
-DEFAULT = {("sd3", "nvfp4", "tensor2"), ("sd3", "mixed", "patches"), ("sd3", "int8_convrot", "tensor2")}
+          if layout != "tensor2" or format_ not in ROTATING]
+# of ComfyUIs that have the format
+CASES += [("sd3", format_, layout) for format_ in NEWER if format_ in WRITTEN for layout in LAYOUTS
+          if layout != "tensor2"]
+DEFAULT = {("sd3", "nvfp4", "tensor2"), ("sd3", "mixed", "patches"), ("sd3", "int8_convrot", "tensor2"),
+           ("sd3", "asym_w4a8_int8", "ulysses2"), ("sd3", "asym_w4a8_int8", "one")}
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from tests.support.tiny_checkpoints import VARIANTS, families
 from tests.support.tolerances import close, relative_error
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides
-VIDEO = [kind for kind, family in families().items() if kind not in VARIANTS and not family.is_unet
+VIDEO = [kind for kind, family in families().items() if kind not in VARIANTS and not family.plan.is_unet
          and len(family.latent.patch) == 3 and family.test_config.frames > 1 and kind != "minimax-h3"]
 # how far windows are from none, relatively: each frame of SeedVR2's short video attends to itself and to the text alone
 LEAST = {"seedvr2": 5e-5}

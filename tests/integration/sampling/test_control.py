@@ -89,7 +89,7 @@ FILES = [("sd3-instantx", "cfg2"), ("sd15", "displaced2"), *(pytest.param(*pair,
 def test_controlnets_equal_native_ksampler(comfyui, controls, name, layout):
     """A latent of odd sides, and a batch, which a hint is repeated for."""
     kind, (devices, degrees) = CONTROLNETS[name][0], LAYOUTS[layout]
-    latent = comfyui.latent(kind, batch=2 if layout == "data2" else 1, size=(20, 15) if families()[kind].is_unet
+    latent = comfyui.latent(kind, batch=2 if layout == "data2" else 1, size=(20, 15) if families()[kind].plan.is_unet
                             else (18, 14))
 
     compare(comfyui, kind, comfyui.config(devices, **degrees), controls.apply(controls.prompts(kind), name),
@@ -133,7 +133,7 @@ def with_residuals(comfyui, kind, prompts, **options):
 
 
 KINDS = [kind for kind, family in families().items()
-         if kind not in VARIANTS and family.takes_controlnets and not family.is_replicated]
+         if kind not in VARIANTS and family.takes_controlnets and not family.plan.hooks == "replicated"]
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ KINDS = [kind for kind, family in families().items()
                                   for kind in KINDS])
 def test_every_place_of_every_family_is_comfyuis(comfyui, controls, kind):
     """Something else at every block, of both kinds that ComfyUI's models take; prompts of unequal length."""
-    config = comfyui.config() if families()[kind].is_unet else comfyui.config("cpu,cpu", ring=2)
+    config = comfyui.config() if families()[kind].plan.is_unet else comfyui.config("cpu,cpu", ring=2)
 
     compare(comfyui, kind, config, with_residuals(comfyui, kind, controls.prompts(kind, tokens=31)))
 

@@ -87,9 +87,12 @@ CHANGES = {
                           "additional models \\(a_pack\\)"),
     "attribute": (lambda model: setattr(model, "pack_state", object()),
                   "an attribute that ComfyUI does not know, pack_state"),
-    "model-option": (lambda model: model.model_options.update(pack_option=3), "pack_option in its model_options"),
-    "transformer-option": (lambda model: model.model_options["transformer_options"].update(pack_option=False),
-                           "pack_option in its transformer_options"),
+    "model-option": (lambda model: model.model_options.update(multigpu_clones={"cuda:1": 3}),
+                     "multigpu_clones in its model_options"),
+    "transformer-option": (lambda model: model.model_options["transformer_options"].update(block_index=False),
+                           "block_index in its transformer_options"),
+    "function-option": (lambda model: model.model_options.update(pack_option={"calls": [print]}),
+                        "a function in its model_options \\(pack_option: print\\)"),
     "rotary-scale": (lambda model: model.set_model_rope_options(2.0, 0, 2.0, 0, 1.0, 0), "a changed rotary scale"),
     "attention": (lambda model: model.model_options["transformer_options"].update(optimized_attention_override=print),
                   "an attention override"),
@@ -148,19 +151,20 @@ def test_a_change_for_the_time_of_a_call_is_refused(comfyui, model):
 
 def test_an_option_that_is_added_during_a_run_is_refused(comfyui, model):
     def add(apply_model, arguments):
-        arguments["c"]["transformer_options"]["pack_option"] = 3
+        arguments["c"]["transformer_options"]["block_index"] = 3
         return apply_model(arguments["input"], arguments["timestep"], **arguments["c"])
     model.set_model_unet_function_wrapper(add)
 
-    with pytest.raises(comfyui.errors.UnsupportedError, match="pack_option in its transformer_options"):
+    with pytest.raises(comfyui.errors.UnsupportedError, match="block_index in its transformer_options"):
         sample(comfyui, model)
 
 
 def test_a_model_option_that_is_added_during_a_run_is_refused(comfyui, model):
     """By a wrapper of the guidance, when the run has long begun."""
-    model.add_wrapper("calc_cond_batch", lambda executor, *args: executor(*args[:-1], {**args[-1], "pack_option": 3}))
+    model.add_wrapper("calc_cond_batch",
+                      lambda executor, *args: executor(*args[:-1], {**args[-1], "multigpu_clones": 3}))
 
-    with pytest.raises(comfyui.errors.UnsupportedError, match="pack_option in its model_options"):
+    with pytest.raises(comfyui.errors.UnsupportedError, match="multigpu_clones in its model_options"):
         sample(comfyui, model)
 
 
@@ -309,7 +313,7 @@ def _asked_to_compile(monkeypatch, model):
     submit = type(client).submit
 
     def noted(self, spec, layout, num_channels, calls, *more, **options):
-        requested.update(call.compile_backend for call in calls)
+        requested.update(call.options.compile_backend for call in calls)
         return submit(self, spec, layout, num_channels, calls, *more, **options)
     monkeypatch.setattr(type(client), "submit", noted)
     return requested

@@ -16,7 +16,7 @@ EVERY_STEP = {"start_percent": 0.0, "end_percent": 1.0}
 SKIP = {"double_layers": "1, 7", "single_layers": "0", "scale": 2.0, "rescaling_scale": 0.3, **EVERY_STEP}
 GUIDED = {"nag_scale": 5.0, "nag_alpha": 0.5, "nag_tau": 1.5}
 SKIPPED = [kind for kind, family in families().items()
-           if kind not in VARIANTS and not family.is_unet and any(list_.patched for list_ in family.blocks)]
+           if kind not in VARIANTS and not family.plan.is_unet and any(list_.patched for list_ in family.blocks)]
 
 
 def compare(comfyui, kind, config, node, arguments, **sampled):

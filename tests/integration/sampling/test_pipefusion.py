@@ -24,7 +24,7 @@ from xdit_backend.planner.planner import choose_num_patches
 EXACT, STALE = 2e-5, 1e-5
 QUICK = ("sd3", "wan", "lumina-2")           # a picture, a video, and streams that merge
 KINDS = [kind for kind, family in families().items()
-         if kind not in VARIANTS and not family.is_unet and "pipefusion" not in family.refused]
+         if kind not in VARIANTS and not family.plan.is_unet and "pipefusion" not in family.refused]
 
 
 def kinds(settings):
@@ -53,9 +53,9 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
 
     def forward(x, timestep, context=None, control=None, transformer_options={}, **extra):
         beside = family.per_call_inputs(timestep, transformer_options)
-        x, transformer_options, finish = family.rescale_components(x, timestep, extra, transformer_options)
+        x, transformer_options, finish = family.components.rescale(x, timestep, extra, transformer_options)
         if isinstance(x, list):
-            x, timestep, beside = family.split_components(x, timestep, config, transformer_options)
+            x, timestep, beside = family.components.split(x, timestep, config, transformer_options)
         size = family.patch_size(config)
         patches = cut_patches(x.shape, size, choose_num_patches(num_patches, 1, x.shape, size))
         schedule, sigma = transformer_options["sample_sigmas"], transformer_options["sigmas"].max()
@@ -75,7 +75,7 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
             prediction = torch.cat(
                 [one.predict(x, timestep, (patch.start, patch.start + rows)).narrow(dim, patch.start, rows)
                  for patch, rows in patches], dim)
-        return finish([family.first_component(prediction), *one.others] if one.others else prediction)
+        return finish([family.components.first(prediction), *one.others] if one.others else prediction)
 
     remote = proxy.model.remote                                # the workers are not asked; nothing is started
     remote.load = remote.unload = remote.end_run = lambda *base_model: None

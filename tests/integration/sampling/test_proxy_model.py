@@ -15,7 +15,7 @@ from tests.support.tolerances import close
 TOLERANCE = 2e-5                           # relative, float32 on both sides; seen: 1e-7 to 3e-6
 
 # U-Nets: test_unets.py
-KINDS = tuple(kind for kind, family in families().items() if kind not in VARIANTS and not family.is_unet)
+KINDS = tuple(kind for kind, family in families().items() if kind not in VARIANTS and not family.plan.is_unet)
 LAYOUTS = {
     "one": ("cpu", {}),
     "auto2": ("cpu,cpu", {}),

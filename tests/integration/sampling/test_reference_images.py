@@ -6,10 +6,9 @@ import torch
 
 from tests.integration.sampling.test_pipefusion import EXACT, STALE, sample_oracle, staged
 from tests.programs.model_nodes import run_node
-from tests.support.model_zoo import conditioning_of
 from tests.support.tiny_checkpoints import families
 from tests.support.tolerances import close, relative_error
-from tests.unit.checkpoints.quantisation.test_layerwise_casting import options_of
+from xdit_backend.models.common.example_inputs import conditioning_of, options_of
 
 EDIT = ["flux", "flux2", "qwen-image", "qwen-image-2511", "qwen-image-layered", "longcat-image", "ovis-image", "krea-2",
         "joyimage", "mage-flow"]

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tests.support.model_zoo import as_comfyui, conditioning_of, takes
+from tests.support.model_zoo import takes
 from tests.support.tiny_checkpoints import VARIANTS, families
 from tests.support.tolerances import close
-from tests.unit.checkpoints.quantisation.test_layerwise_casting import options_of
+from xdit_backend.models.common.example_inputs import as_comfyui, conditioning_of, options_of
 
 TOLERANCE = 2e-5                           # relative, float32; seen: up to 2e-6
 
@@ -14,7 +14,7 @@ TOLERANCE = 2e-5                           # relative, float32; seen: up to 2e-6
 # kind of checkpoint -> rows of the tables of positions that files are made with; None: as the class makes it
 POSITIONS = {kind: {"sd3": (None, 96, 192), "pixart": (64, 32, 128, None)}.get(kind, (None,))
              for kind, family in families().items()
-             if not family.is_unet and (kind not in VARIANTS or kind in ("sd35", "chroma-radiance-x0"))}
+             if not family.plan.is_unet and (kind not in VARIANTS or kind in ("sd35", "chroma-radiance-x0"))}
 LAYOUTS = {"one": ("cpu", {}), "ulysses2": ("cpu,cpu", {"ulysses": 2}), "ring2": ("cpu,cpu", {"ring": 2}),
            "pipefusion2": ("cpu,cpu", {"pipefusion": 2})}
 ON_TWO = ("ulysses2", "ring2", "pipefusion2")  # workers; of every kind but one, one of these
@@ -93,12 +93,13 @@ def inputs(comfyui, kind, size, batch):
     if family.name == "Mochi":                                 # whose module asks for it
         given["attention_mask"] = torch.ones(batch, 20, dtype=torch.long)
     times = torch.tensor([0.9, 0.3])[:batch] * family.time_scale
-    if family.components:                                           # without sound, and with some of every length
+    if family.components.names:                                           # without sound, and with some of every length
         length = 3 * size[0] - 3 if kind.startswith("ltx") else size[0]
-        shape = family.call_shapes(comfyui.transformer_config(kind), x.shape, length).get(*family.components)
-        length = length or shape is not None and "audio" not in family.components
+        shapes = family.components.shapes(comfyui.transformer_config(kind), x.shape, length)
+        shape = shapes.get(*family.components.names)
+        length = length or shape is not None and "audio" not in family.components.names
         beside = [torch.randn(shape, generator=torch.Generator().manual_seed(8))] if length else []
-        x = [family.first_component(x), *beside]
+        x = [family.components.first(x), *beside]
         times = (times, 0.8 * times) if kind.startswith("ltx") else times
     return x, times, given
 
@@ -151,6 +152,19 @@ def test_a_latent_larger_than_the_table_of_positions_is_refused(comfyui, kind, s
 
     with pytest.raises(comfyui.errors.ConfigError, match=words):
         ours.forward(torch.zeros(1, 16, *size), torch.tensor([500.0]), **given)
+
+
+def test_parallel_sampler_rejects_such_a_latent_before_it_shows_or_starts_anything(comfyui, said):
+    """The node showed the speed to expect, and then failed in the workers."""
+    model, devices = comfyui.ours("sd3", comfyui.config("cpu,cpu,cpu")), ("cpu",) * 3
+    text = comfyui.conditioning("sd3", 1)
+
+    with pytest.raises(comfyui.errors.ConfigError, match="^Use a smaller latent: .* the latent has 128 x 1040"):
+        comfyui.parallel_sampler.execute(
+            model=model, seed=1, steps=2, cfg=4.0, sampler_name="euler", scheduler="simple", positive=text,
+            negative=text, latent_image={"samples": torch.zeros(1, 16, 130, 16)}, denoise=1.0)
+
+    assert said == [] and comfyui.groups.client_if(devices) is None
 
 
 @pytest.mark.parametrize("given", [{"guidance": None}, {"y": torch.linspace(-1, 1, 50)[None]}, {"y": None}],

@@ -19,7 +19,7 @@ def sent(comfyui, monkeypatch):
 
     def made(*given, **settings):
         command = predict(*given, **settings)
-        found.append((command.copies.is_pageable, command.copies.is_shared))
+        found.append((command.options.copies.is_pageable, command.options.copies.is_shared))
         return command
     monkeypatch.setattr(module, "Predict", made)
     return found

@@ -1,4 +1,4 @@
-"""What the page is told of files before it converts a workflow: read from headers, as the nodes would say it."""
+"""Routes of the page: the check of files before a conversion, requests of other sites, and hostile requests."""
 
 import asyncio
 import importlib
@@ -12,7 +12,7 @@ import pytest
 import torch
 from aiohttp import test_utils, web
 from aiohttp.test_utils import TestClient, TestServer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.support.comfyui_server import ROOT
 
@@ -30,22 +30,61 @@ def write_header(path, shapes):
         file.truncate(8 + len(raw) + offset)
 
 
+def loads(models=(), vaes=()):
+    """A prompt with a loader for each file, each in use."""
+    prompt = {f"model {name}": {"class_type": "UNETLoader", "inputs": {"unet_name": name, "weight_dtype": "default"}}
+              for name in models} | {f"vae {name}": {"class_type": "VAELoader", "inputs": {"vae_name": name}}
+                                     for name in vaes}
+    users = {f"user of {loader}": {"class_type": "VAEDecode" if "vae" in loader else "KSampler",
+                                   "inputs": {loader.split()[0]: [loader, 0]}} for loader in prompt}
+    return prompt | users
+
+
+def check(comfyui, *files):
+    module = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.server.graph_check")
+    return module.check_graph(loads(*files))
+
+
 def test_files_that_the_workers_cannot_have_are_named_with_the_reason(comfyui):
     from comfy.ldm.cascade.stage_a import StageA
     shapes = {name: tuple(tensor.shape) for name, tensor in StageA().state_dict().items()}
     write_header(comfyui.base / "vae" / "stage_a.safetensors", shapes)
     names = [comfyui.file(kind, folder="vae") for kind in ("vae-sd", "vae-wan", "vae-ltx", "vae-taesd")]
     (comfyui.base / "diffusion_models" / "text.safetensors").write_bytes(b"no model")
-    page = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.server.routes")
 
-    found = page.refusals(["text.safetensors", comfyui.file("sd3"), "absent.safetensors"],
-                          ["stage_a.safetensors", *names, "absent", "pixel_space"])
+    found = check(comfyui, ["text.safetensors", comfyui.file("sd3"), "absent.safetensors"],
+                  ["stage_a.safetensors", *names, "absent_vae.safetensors", "pixel_space"])
 
     assert (set(found["models"]) == {"text.safetensors"}
             and "not a safetensors file" in found["models"]["text.safetensors"])
     assert set(found["vaes"]) == {"stage_a.safetensors", "pixel_space"}
     assert "StageA" in found["vaes"]["stage_a.safetensors"]
     assert "no layers to run" in found["vaes"]["pixel_space"]
+    assert found["absent"] == ["absent.safetensors", "absent_vae.safetensors"]
+
+
+def test_models_of_newer_comfyuis_are_named_before_a_conversion(comfyui):
+    """Of MiniMax Music 3 the tensors differ; of Wan Animate 2 only the metadata, by which ComfyUI recognises it; and a
+    quantised format is named in a layer's metadata."""
+    page = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.server.routes")
+    folder, said = comfyui.base / "diffusion_models", {"transformer": {"model_type": "animate2"}}
+    write_header(folder / "music.safetensors", {
+        "cond_layer_logits": (8,), "latent_conditioners.0.weight": (2048, 4096, 3),
+        "diffusion_transformer.transformer.layers.0.self_attn.to_qkv.weight": (6144, 2048)})
+    wan = load_file(folder / comfyui.file("wan-i2v"))
+    save_file(wan, folder / "animate2.safetensors", metadata={"config": json.dumps(said)})
+    layer = "blocks.0.ffn.0"
+    save_file(wan | {f"{layer}.comfy_quant": torch.tensor(list(b'{"format": "int3_of_2027"}'), dtype=torch.uint8)},
+              folder / "int3.safetensors")
+
+    found = page.refusals([f"{name}.safetensors" for name in ("music", "animate2", "int3")] + [comfyui.file("wan-i2v")],
+                          [])["models"]
+
+    assert set(found) == {"music.safetensors", "animate2.safetensors", "int3.safetensors"}
+    assert found["music.safetensors"].startswith("music.safetensors is a MiniMax Music 3 model, which xDiT does not")
+    assert re.search("the metadata of animate2.* describes a variant of Wan|ComfyUI does not recognise animate2",
+                     found["animate2.safetensors"])
+    assert f"in the format int3_of_2027 ({layer}), which xDiT does not read" in found["int3.safetensors"]
 
 
 def test_types_that_the_page_takes_over_are_known_to_both_loaders(comfyui):
@@ -58,20 +97,19 @@ def test_types_that_the_page_takes_over_are_known_to_both_loaders(comfyui):
 
 
 def test_a_file_is_opened_once_by_the_page_and_the_loader_until_it_changes(comfyui, monkeypatch):
-    page, checkpoints = (importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.{name}")
-                         for name in ("server.routes", "model.checkpoint_cache"))
+    checkpoints = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.model.checkpoint_cache")
     path, opened = comfyui.base / "diffusion_models" / "opened.safetensors", []
     path.write_bytes((comfyui.base / "diffusion_models" / comfyui.file("sd3")).read_bytes())
     monkeypatch.setattr(checkpoints, "open_checkpoint", lambda path, open=checkpoints.open_checkpoint: (
         opened.append(path), open(path))[1])
 
     for _ in range(2):
-        assert page.refusals([path.name], []) == {"models": {}, "vaes": {}}
+        assert check(comfyui, [path.name])["models"] == {}
         comfyui.load_model.execute(path.name, "fp32", comfyui.config("cpu"))
     assert opened == [str(path)]
 
     path.write_bytes(b"no model")
-    assert "not a safetensors file" in page.refusals([path.name], [])["models"][path.name]
+    assert "not a safetensors file" in check(comfyui, [path.name])["models"][path.name]
     assert opened == [str(path)] * 2
 
 
@@ -155,11 +193,12 @@ HOSTILE = [b"[" * 100_000, b'{"settings": {"num_patches": ' + b"9" * 4000 + b"}}
            json.dumps({"settings": {"devices": "cpu," * 200_000}}).encode(),
            json.dumps({"settings": {"devices": "cpu," * 2000}}).encode(),
            json.dumps({"settings": {f"name{number}": 1 for number in range(200_000)}}).encode(),
-           json.dumps({"models": ["a"] * 200_000, "vaes": []}).encode(),
-           json.dumps({"models": [["a"]], "vaes": []}).encode()]
+           json.dumps({"prompt": {f"{number}": {} for number in range(200_000)}}).encode(),
+           json.dumps({"prompt": {f"{number}": {"class_type": "a", "inputs": {}} for number in range(5000)}}).encode(),
+           json.dumps({"prompt": {"1": {"class_type": ["a"], "inputs": {}}}}).encode()]
 
 
-@pytest.mark.parametrize("path", ["/xdit/fit", "/xdit/refusals", "/xdit/watch", "/xdit/do"])
+@pytest.mark.parametrize("path", ["/xdit/fit", "/xdit/check", "/xdit/watch", "/xdit/do"])
 def test_a_hostile_request_is_refused_at_once(comfyui, path):
     async def ask():
         async with TestClient(TestServer(_app(comfyui))) as client:
@@ -192,11 +231,10 @@ def test_a_vae_of_shapes_that_none_has_is_left_to_comfyui(comfyui):
     """Whose classes raise of any kind there."""
     shapes = {name: tuple(tensor.shape) for name, tensor in load_file(
         comfyui.base / "vae" / comfyui.file("vae-sd", folder="vae")).items()}
-    page = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.server.routes")
     for number, name in enumerate(list(shapes)[::7]):
         write_header(comfyui.base / "vae" / "odd.safetensors",
                      {**shapes, name: [(), (0,), (1,) * 5, (2 ** 20, 1)][number % 4]})
-        found = page.refusals([], ["odd.safetensors"])["vaes"]
+        found = check(comfyui, [], ["odd.safetensors"])["vaes"]
         assert found == {} or "odd.safetensors" in found["odd.safetensors"]
 
 

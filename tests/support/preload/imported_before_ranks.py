@@ -22,7 +22,7 @@ import xdit_backend  # noqa: E402
 from xdit_backend.models import FAMILIES  # noqa: E402
 
 for module in pkgutil.walk_packages(xdit_backend.__path__, "xdit_backend."):
-    if not module.name.endswith("__main__"):
+    if not module.name.endswith("__main__") and not module.name.startswith("xdit_backend.system."):
         importlib.import_module(module.name)
 for family in FAMILIES.values():
     if not family.is_comfyuis:

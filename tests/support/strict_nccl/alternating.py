@@ -69,7 +69,8 @@ class Alternating:
         yield messages.ReportMemory(next(self._request))
 
     def _predict(self, turn, step, patch, rows, layout=None):
-        stale = {"stale": step > 0, "extrapolation": 0.5} if self._is_displaced and layout is None else {}
+        stale = ({"stale": step > 0, "options": specs.ForwardOptions(extrapolation=0.5)}
+                 if self._is_displaced and layout is None else {})
         branches = [self._branch(index, TIMES[step], patch, rows) for index in turn]
         return messages.Predict(next(self._request), self._spec.name, layout or self._layout, branches, patch,
                                 keep=True, **stale)

@@ -15,18 +15,18 @@ from xdit_backend.attention import backends
 from xdit_backend.attention.backends import BACKENDS, BackendUse, attend, attend_with_lse, repeat_heads
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE, build_mesh
-from xdit_backend.hooks.replicated_unet import ReplicatedHooks
-from xdit_backend.hooks.transformer import Hooks
-from xdit_backend.hooks.unet import UNetHooks
+from xdit_backend.hooks.install import install_hooks
 from xdit_backend.host.calls import refuse_unusable
 from xdit_backend.parallel import sequence_parallel
 from xdit_backend.parallel.sequence_parallel import Attention, usp_attention
 from xdit_backend.parallel.stale_kv_cache import KeyValues
 from xdit_backend.protocol.errors import UnsupportedError
-from xdit_backend.protocol.specs import BackendChoice, Layout
+from xdit_backend.protocol.specs import BackendChoice, ForwardOptions, Layout
 
 FP64, BF16 = torch.float64, torch.bfloat16
-NAMES = sorted(BACKENDS)
+NAMES = sorted(name for name, backend in BACKENDS.items() if backend.module)
+WITHOUT_LSE = ["comfy_kitchen_int8"]
+MASKED = ["xformers", "comfy_kitchen_int8"]
 
 
 @contextmanager
@@ -65,17 +65,22 @@ def reference(q, k, v, scale=None, mask=None):
 def test_each_kernel_attends_as_torch_does(installed, name, heads, key_heads, tokens, keys, size, scale):
     q, k, v = tensors(2, heads, key_heads, tokens, keys, size)
     use = BackendUse(name, True)
-    out, (merged, lse) = attend(q, k, v, use, scale=scale), attend_with_lse(q, k, v, use, scale=scale)
-
-    wanted, (_, wanted_lse) = reference(q, k, v, scale), attend_with_lse(q, k, v, BackendUse(), scale=scale)
+    out, wanted = attend(q, k, v, use, scale=scale), reference(q, k, v, scale)
     within((out - wanted).abs().max(), 1e-10)
+    assert out.shape == wanted.shape and use.counts == {name: 1}
+    if name in WITHOUT_LSE:
+        with pytest.raises(UnsupportedError, match=f"^Set attention to sdpa .* selects {name}: .* gives no log-sum-exp "
+                                                   "in the installed version, .* with ulysses_degree instead"):
+            attend_with_lse(q, k, v, use, scale=scale)
+        return
+    (merged, lse), (_, wanted_lse) = (attend_with_lse(q, k, v, of, scale=scale) for of in (use, BackendUse()))
     within((merged - wanted).abs().max(), 1e-10)
     within((lse - wanted_lse).abs().max(), 1e-10)
-    assert out.shape == wanted.shape and lse.shape == wanted_lse.shape and use.counts == {name: 2}
+    assert lse.shape == wanted_lse.shape and use.counts == {name: 2}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_masks_are_torchs_own_but_for_xformers(installed, name):
+def test_masks_are_torchs_own_or_the_packages(installed, name):
     q, k, v = tensors(2, 2, 2, 9, 13, 64)
     mask = torch.rand(2, 1, 1, 13, generator=torch.Generator().manual_seed(1)) > 0.4
     mask[:, :, :, 0] = True
@@ -83,18 +88,19 @@ def test_masks_are_torchs_own_but_for_xformers(installed, name):
 
     for given in (mask, torch.zeros_like(mask, dtype=FP64).masked_fill_(~mask, -1e4)):
         within((attend(q, k, v, use, given) - reference(q, k, v, mask=mask)).abs().max(), 1e-10)
-    assert use.counts == ({"xformers": 2} if name == "xformers" else {"sdpa (masks)": 2})
+    assert use.counts == ({name: 2} if name in MASKED else {"sdpa (masks)": 2})
 
 
 @pytest.mark.parametrize("name, size, dtype, reason, brief", [
     ("flash", 264, BF16, "FlashAttention 2 takes a head size of at most 256.* has 264 and 264", "heads of 264"),
     ("sage", 160, BF16, "SageAttention takes a head size of at most 128.* has 160 and 160", "heads of 160"),
     ("flash3", 64, torch.float32, "takes float16, bfloat16, and this model computes in float32", "float32"),
+    ("comfy_kitchen_int8", 264, BF16, "int8 attention takes a head size of at most 256", "heads of 264"),
     ("xformers", 64, FP64, "takes float16, bfloat16, float32, and this model computes in float64", "float64")])
 def test_what_does_not_fit_is_refused_by_name_or_torchs_own(tmp_path, name, size, dtype, reason, brief):
     q, k, v = tensors(1, 2, 2, 5, 5, size, dtype)
     with packages(tmp_path, exact=False):
-        with pytest.raises(UnsupportedError, match=f"Set attention to sdpa in xDiT Parallel Config: .*{reason}"):
+        with pytest.raises(UnsupportedError, match=f"^Set attention to sdpa .* node that selects {name}: .*{reason}"):
             attend(q, k, v, BackendUse(name, True))
         use = BackendUse(name)
 
@@ -104,13 +110,16 @@ def test_what_does_not_fit_is_refused_by_name_or_torchs_own(tmp_path, name, size
 def test_a_package_that_is_missing_or_broken_or_too_old_is_named(tmp_path, monkeypatch):
     q, k, v = tensors(1, 2, 2, 5, 5, 64)
     broken = {"flash_attn/__init__.py": "raise ImportError('undefined symbol')",
-              "sageattention/__init__.py": kernel_packages.SAGE1}
+              "sageattention/__init__.py": kernel_packages.SAGE1,
+              f"{kernel_packages.DOUBLE}.py": kernel_packages.COMFY_KITCHEN.replace("int8_attention", "fp8_attention")}
     with packages(tmp_path, **broken):
         with pytest.raises(UnsupportedError, match="FlashAttention 2 cannot be imported .*undefined symbol.*reinstall"):
             attend(q, k, v, BackendUse("flash", True))
         attend(q, k, v, BackendUse("sage", True))                # whose first version is enough without Ring
         with pytest.raises(UnsupportedError, match="gives no log-sum-exp .* with sageattention 2"):
             attend_with_lse(q, k, v, BackendUse("sage", True))
+        with pytest.raises(UnsupportedError, match="int8 attention needs comfy-kitchen 0.2.31 or newer"):
+            attend(q, k, v, BackendUse("comfy_kitchen_int8", True))
         sys.modules["sageattention"].DTYPES = ()
         with pytest.raises(UnsupportedError, match=r"SageAttention rejects queries of shape \(1, 2, 5, 64\) and type"):
             attend(q, k, v, BackendUse("sage"))
@@ -118,7 +127,7 @@ def test_a_package_that_is_missing_or_broken_or_too_old_is_named(tmp_path, monke
         unusable = backends.unusable(torch.device("cuda:0"))
     assert unusable["sage"] == "" and "compute capability 9.x, and cuda:0 has 8.9" in unusable["flash3"]
     here = backends.unusable(torch.device("cpu"))
-    with pytest.raises(UnsupportedError, match=r"xDiT Parallel Config: sage on cpu is not installed \(package sage"):
+    with pytest.raises(UnsupportedError, match=r"selects sage: sage on cpu is not installed \(package sage"):
         refuse_unusable(BackendChoice("sage", True), {0: {"sage": ""}, 1: here}, ("cuda:0", "cpu"))
     refuse_unusable(BackendChoice("sage"), {0: here}, ("cpu",))
     refuse_unusable(BackendChoice("sdpa", True), {0: here}, ("cpu",))
@@ -131,14 +140,13 @@ def test_blocks_attend_by_the_kernel_compiled_or_not(installed, name, backend):
     """Whole, and with keys and values that are kept for patches."""
     one = example(name)
     wanted = one.run()
-    kind = ReplicatedHooks if one.family.is_replicated else UNetHooks if one.family.is_unet else Hooks
-    hooks = kind(one.model, one.family.plan)
+    hooks = install_hooks(one.model, one.family.plan)
     kept = {"key_values": KeyValues(), "first_image": 0, "num_images": 1}
     torch._dynamo.reset()
-    for keeping in [{}] if one.family.is_unet else [{}, kept]:
+    for keeping in [{}] if one.family.plan.is_unet else [{}, kept]:
         use = BackendUse("flash", True)
         context = one.loaded(hooks).context(SINGLE, Traffic(), one.latent, one.timestep, one.conditioning, backend=use,
-                                            compile_backend=backend, **keeping)
+                                            options=ForwardOptions(compile_backend=backend), **keeping)
         out = one.family.prediction(hooks.run(context)[0], one.latent)
 
         within((out - wanted).abs().max(), 1e-10)
@@ -162,7 +170,8 @@ def parallel(rank, world_size, folder, name, ring, ulysses, mutant):
     return (out - whole[:, :, mine]).abs().max().item(), dict(use.counts)
 
 
-@pytest.mark.parametrize("name, ring, ulysses", [("flash", 1, 2), ("sage", 2, 1), ("xformers", 2, 2), ("flash3", 4, 1)])
+@pytest.mark.parametrize("name, ring, ulysses", [("flash", 1, 2), ("sage", 2, 1), ("xformers", 2, 2), ("flash3", 4, 1),
+                                                ("comfy_kitchen_int8", 1, 2)])
 def test_methods_attend_by_the_kernel(tmp_path, name, ring, ulysses):
     kernel_packages.write(tmp_path)
     for error, counts in run_ranks(parallel, ring * ulysses, tmp_path, name, ring, ulysses, False):

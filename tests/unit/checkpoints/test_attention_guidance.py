@@ -6,22 +6,22 @@ import functools
 import pytest
 import torch
 
-from tests.support.model_zoo import as_comfyui
 from tests.support.tiers import by_default
 from tests.support.tiny_checkpoints import VARIANTS, families
 from tests.support.tolerances import close, relative_error
-from tests.unit.checkpoints.quantisation.test_layerwise_casting import CPU, options_of, requested
+from tests.unit.checkpoints.quantisation.test_layerwise_casting import CPU, requested
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loader import load_transformer
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE
-from xdit_backend.hooks.transformer import Hooks
-from xdit_backend.hooks.unet import UNetHooks
+from xdit_backend.hooks.forward_context import ModelPatches
+from xdit_backend.hooks.install import install_hooks
+from xdit_backend.models.common.example_inputs import as_comfyui, options_of
 from xdit_backend.protocol.specs import Nag
 from xdit_backend.worker.models import Loaded
 
 HEEDING = [kind for kind, family in families().items() if kind not in VARIANTS
-           and (family.takes_unet_patches or family.plan.takes_output_patches)]
+           and (family.plan.takes_unet_patches or family.plan.takes_output_patches)]
 SETTINGS = {"nag_scale": 5.0, "nag_alpha": 0.5, "nag_tau": 1.5}
 
 
@@ -44,12 +44,12 @@ class Recorded:
         pass
 
 
-def both(path, family, options, **context):
+def both(path, family, options, **patches):
     """(ours, native): a prediction for a negative and a positive prompt in one batch.
-    context: fields of our ForwardContext."""
+    patches: of our ForwardContext."""
     import comfy.sd
     transformer = load_transformer(open_checkpoint(path).spec("float32", "float32"), CPU)
-    loaded = Loaded(transformer, (UNetHooks if family.is_unet else Hooks)(transformer.model, family.plan),
+    loaded = Loaded(transformer, install_hooks(transformer.model, family.plan),
                     torch.float32,
                     range(0))
     latent, timestep, conditioning = requested(family, transformer.config)
@@ -57,7 +57,8 @@ def both(path, family, options, **context):
     latent, timestep = torch.cat([latent, latent]), torch.cat([timestep, timestep])
     conditioning = {name: value if name in family.counts else twice(value) for name, value in conditioning.items()}
     with torch.inference_mode():
-        output, _ = loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent, timestep, conditioning, **context))
+        output, _ = loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent, timestep, conditioning,
+                                                    patches=ModelPatches(**patches)))
         net = comfy.sd.load_diffusion_model(str(path)).model.diffusion_model
         counted = {name: len(conditioning[name]) for name in family.counts if name in conditioning}
         call = functools.partial(net, latent, timestep, **as_comfyui(conditioning, family) | counted)

@@ -675,7 +675,7 @@ TELLING = {"LongCat-Image": "txt_in.weight", "Mage-Flow": "txt_norm.weight", "Co
 
 
 @pytest.mark.parametrize("name", [name for name, (family, _, _) in PUBLISHED.items()
-                                  if not FAMILIES[family].takes_unet_patches])
+                                  if not FAMILIES[family].plan.takes_unet_patches])
 def test_a_file_that_lacks_one_tensor_is_said_to_be_nearly_of_its_family(tmp_path, name):
     family, shapes, _ = PUBLISHED[name]
     for needed in needed_of(family, shapes):

@@ -4,11 +4,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.support.model_zoo import conditioning_of, example
+from tests.support.model_zoo import example
 from tests.support.tiny_checkpoints import families, fill
 from tests.support.tolerances import close, relative_error
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loader import load_transformer
+from xdit_backend.models.common.example_inputs import conditioning_of
 from xdit_backend.protocol.errors import ConfigError
 
 FAMILY = families()["hunyuandit"]

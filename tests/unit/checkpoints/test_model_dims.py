@@ -35,7 +35,7 @@ def test_published_sizes(name, published, sums):
     within(abs(dims.parameters / known.parameters - 1), 0.01)
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.is_unet])
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.plan.is_unet])
 def test_every_family_has_a_net(name):
     family = FAMILIES[name]
     dims = dims_of(family, build_empty(family, family.test_config.config))

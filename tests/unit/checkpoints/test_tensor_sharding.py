@@ -13,6 +13,7 @@ from xdit_backend.checkpoints.loader import load_transformer
 from xdit_backend.checkpoints.quantisation.gguf import dequantised
 from xdit_backend.checkpoints.tensor_sharding import resident_bytes
 from xdit_backend.checkpoints.weight_deltas import change_weights
+from xdit_backend.models.common.tp_plan import REPLICATED, find_style
 from xdit_backend.protocol.errors import UnsupportedError
 from xdit_backend.protocol.shared_memory import SegmentStore
 from xdit_backend.protocol.specs import Change, LowRank
@@ -43,9 +44,10 @@ def check(path, dtypes, degree=2, quantisation=""):
                                else buffers[name]), name
         blocks = tuple(f"{name}." for name in (*(name for list_ in family.blocks for name in list_.names),
                                                *family.plan.unstaged_blocks))
-        linears = [name for name, module in whole.named_modules() if isinstance(module, torch.nn.Linear)
-                   and name.startswith(blocks)
-                   and not name.endswith(tuple(f".{path}" for path in family.plan.unsplit))]
+        styles = {name: find_style(family.plan.tp_plan, name.removeprefix(block).partition(".")[2])
+                  for block in blocks for name, module in whole.named_modules()
+                  if isinstance(module, torch.nn.Linear) and name.startswith(block)}
+        linears = [name for name, style in styles.items() if style != REPLICATED]
         formula = sum(parameter.nbytes / (degree if name.rpartition(".")[0] in linears else 1)
                       for name, parameter in parts.items())
         held = sum(parameter.nbytes for parameter in model.parameters())

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.support.ranks import run_ranks
 from xdit_backend.distributed import mesh
 from xdit_backend.distributed.mesh import AXES, backend_for, build_mesh, group_options, group_timeout, make_group
-from xdit_backend.protocol.errors import ConfigError
+from xdit_backend.protocol.errors import ConfigError, WorkerStartError
 from xdit_backend.protocol.specs import Layout
 
 
@@ -202,9 +202,23 @@ def test_a_rank_in_none_of_the_groups_has_none():
 
 @pytest.mark.parametrize("devices, has_nccl, backend", [
     (("cuda:0", "cuda:1"), True, "nccl"), (("cuda:0", "cuda:1"), False, "gloo"), (("cuda:0", "cuda:0"), True, "gloo"),
-    (("cuda:1",), True, "gloo"), (("cpu", "cpu"), True, "gloo"), (("cpu",), True, "gloo")])
+    (("cuda:1",), True, "gloo"), (("cpu", "cpu"), True, "shared_memory"), (("cpu",), True, "gloo"),
+    (("cpu", "other-pc/cpu"), True, "gloo")])
 def test_nccl_joins_cuda_devices_apart_where_torch_has_it(devices, has_nccl, backend):
     assert backend_for(devices, has_nccl) == backend
+
+
+@pytest.mark.parametrize("devices, requested, usable", [
+    (("cpu", "cpu"), "gloo", True), (("cuda:0", "cuda:1"), "shared_memory", True), (("cpu", "cpu"), "nccl", False),
+    (("cpu", "other-pc/cpu"), "shared_memory", False), (("cpu",), "shared_memory", False),
+    (("cpu", "cpu"), "mpi", False)])
+def test_a_transport_that_is_requested_is_used_or_rejected(devices, requested, usable):
+    if usable:
+        assert backend_for(devices, True, requested) == requested
+        return
+    with pytest.raises(WorkerStartError, match=f'^Remove the environment variable XDIT_TRANSPORT, or set it to one of '
+                                               f'gloo.*: it is "{requested}", which workers on {", ".join(devices)}'):
+        backend_for(devices, True, requested)
 
 
 def test_a_layout_for_another_number_of_ranks_is_refused_and_a_new_world_takes_it():

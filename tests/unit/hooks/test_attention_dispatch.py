@@ -9,7 +9,9 @@ from tests.support.mutations import mutate
 from xdit_backend.attention.backends import BackendUse
 from xdit_backend.comfyui.install_location import find_comfyui
 from xdit_backend.comfyui.native_models import class_at
+from xdit_backend.hooks import attention_dispatch
 from xdit_backend.hooks.attention_dispatch import AttentionFunctions
+from xdit_backend.hooks.forward_context import HookState
 from xdit_backend.models import FAMILIES
 from xdit_backend.worker.self_check import check_split
 
@@ -26,7 +28,8 @@ class Container:
 
 
 def functions(backend=None):
-    return AttentionFunctions(lambda: SimpleNamespace(attention=None, backend=backend) if backend else None, False)
+    context = SimpleNamespace(state=HookState(), backend=backend) if backend else None
+    return AttentionFunctions(lambda: context, False)
 
 
 def test_tensors_in_containers_attend_as_tensors():
@@ -45,6 +48,21 @@ def test_an_attention_that_comfyui_wants_exact_is_not_sages(options, is_exact):
     functions(use).optimized_attention(q, k, v, 1, **options)
 
     assert (list(use.counts) == ["sdpa"]) == is_exact          # else why SageAttention does not take it is counted
+
+
+@pytest.mark.parametrize("name, expected", [("sage", "sdpa"), ("comfy_kitchen_int8", "sdpa"), ("flash", "flash")])
+def test_a_bias_in_queries_and_keys_is_not_rounded_to_8_bits(name, expected, monkeypatch):
+    """LTX-Video's guides add numbers of up to 100 to a head, next to which the others would be rounded to zero."""
+    backends, q = [], torch.randn(1, 2, 5, 64)
+    monkeypatch.setattr(attention_dispatch, "attend", lambda query, key, value, context, layer, backend, scale:
+                        backends.append(backend.name) or value)
+    for biases in ({}, {"attn1": None}):
+        context = SimpleNamespace(backend=BackendUse(name), biases=biases,
+                                  cuts={("bias", "attn1"): torch.zeros(1, 5, 2)},
+                                  attention=SimpleNamespace(name="attn1", is_exact=False))
+        functions()._biased(q, q, q, context, None)
+
+    assert backends == [name, expected]
 
 
 @pytest.mark.skipif(find_comfyui() is None, reason="no ComfyUI: name one in XDIT_COMFYUI")

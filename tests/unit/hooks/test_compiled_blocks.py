@@ -17,7 +17,7 @@ from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE
 from xdit_backend.hooks import attention_dispatch, compiled_blocks
 from xdit_backend.hooks.attention_dispatch import AttentionFunctions
-from xdit_backend.hooks.forward_context import CPU, ForwardContext
+from xdit_backend.hooks.forward_context import CPU, ForwardContext, ModelPatches
 from xdit_backend.hooks.injected_networks import Network
 from xdit_backend.hooks.replicated_unet import ReplicatedHooks
 from xdit_backend.hooks.transformer import Hooks
@@ -26,7 +26,7 @@ from xdit_backend.memory.staging import PinnedAhead
 from xdit_backend.parallel.stale_kv_cache import KeyValues
 from xdit_backend.partition import cut_patches
 from xdit_backend.protocol.errors import UnsupportedError
-from xdit_backend.protocol.specs import NetworkSpec, NetworkUse
+from xdit_backend.protocol.specs import ForwardOptions, NetworkSpec, NetworkUse
 
 EXACT, EXACT_STEP = 1e-12, 1e-10
 ROUNDED = 1e-3                 # where models of tensor shards round to float32 within, which tests else keep from them
@@ -46,9 +46,9 @@ def _no_graphs():
 def forward(one, hooks, backend="reusing", latent=None, timestep=None, patch=None, control=(), networks=(), **keeping):
     context = one.loaded(hooks).context(SINGLE, Traffic(), one.latent if latent is None else latent,
                                         one.timestep if timestep is None else timestep, one.conditioning, patch,
-                                        **keeping)
-    context.compile_backend, context.control = backend, PinnedAhead(dict(control), CPU)
-    context.networks = networks
+                                        options=ForwardOptions(compile_backend=backend),
+                                        patches=ModelPatches(networks=networks), **keeping)
+    context.patches.control = PinnedAhead(dict(control), CPU)
     return hooks.run(context)[0]
 
 

@@ -14,11 +14,11 @@ from tests.support.tolerances import within
 from xdit_backend.distributed.collectives import Traffic, all_gather
 from xdit_backend.distributed.mesh import build_mesh
 from xdit_backend.hooks import injected_networks
-from xdit_backend.hooks.forward_context import CPU
+from xdit_backend.hooks.forward_context import CPU, ModelPatches
 from xdit_backend.hooks.injected_networks import Network
 from xdit_backend.hooks.unet import UNetHooks
 from xdit_backend.parallel.displaced_exchange import Exchange
-from xdit_backend.protocol.specs import Layout, NetworkSpec, NetworkUse
+from xdit_backend.protocol.specs import ForwardOptions, Layout, NetworkSpec, NetworkUse
 
 EXACT = 1e-10
 ODD = {"rows": 23, "columns": 10}
@@ -67,7 +67,8 @@ def on_ranks(rank, world_size, name, backend, mutant, first=None):
     results, graphs = [], []
     for shown_now in ((), (shown,)):
         context = loaded.context(mesh, Traffic(), one.latent, one.timestep, one.conditioning, exchange=exchange,
-                                 compile_backend=backend, networks=shown_now)
+                                 options=ForwardOptions(compile_backend=backend),
+                                 patches=ModelPatches(networks=shown_now))
         if exchange is None:
             out = hooks.run(context)[0]
         else:

@@ -1,5 +1,6 @@
 """Tiny models as diffusers saves them, and running worker groups to try them on."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,8 @@ class CountingWorkers(Workers):
         counting, environment = Path(__file__).parent / "counting", torchrun.environment_of
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torchrun, "environment_of",
-                          lambda *of: environment(*of) | {"PYTHONPATH": f"{counting}:{torchrun.ROOT}"})
+                          lambda *of: environment(*of) | {
+                              "PYTHONPATH": os.pathsep.join(map(str, (counting, torchrun.ROOT)))})
             return super().group
 
 

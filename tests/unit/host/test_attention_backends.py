@@ -12,7 +12,7 @@ from tests.unit.host.conftest import call_of, layout
 from xdit_backend.host import torchrun
 from xdit_backend.host.client import Client
 from xdit_backend.protocol.errors import UnsupportedError
-from xdit_backend.protocol.specs import BackendChoice
+from xdit_backend.protocol.specs import BackendChoice, ForwardOptions
 
 
 def test_workers_attend_by_the_package_that_they_have_and_tell_so(spec_of, tmp_path, monkeypatch, supervisor):
@@ -26,13 +26,14 @@ def test_workers_attend_by_the_package_that_they_have_and_tell_so(spec_of, tmp_p
 
     def predict(name, **degrees):
         before = client.backend_counts
-        call = dataclasses.replace(call_of(one), backend=BackendChoice(name, True))
+        call = dataclasses.replace(call_of(one), options=ForwardOptions(backend=BackendChoice(name, True)))
         result, = client.predict(spec_of("SD3", "bfloat16"), layout(**degrees), 4, [call])
         return result, dict(client.backend_counts - before)
     try:
         plain, counts = predict("sdpa", ulysses=2)
         assert set(counts) == {"sdpa"}
-        for name, degrees in (("sage", {"ulysses": 2}), ("flash3", {"ring": 2}), ("xformers", {"ring": 2})):
+        for name, degrees in (("sage", {"ulysses": 2}), ("flash3", {"ring": 2}), ("xformers", {"ring": 2}),
+                              ("comfy_kitchen_int8", {"ulysses": 2})):
             result, counts = predict(name, **degrees)
             assert set(counts) == {name} and (result - plain).abs().max() < 0.05 * plain.abs().max()
         assert all(why["sage"] == "" and "is not installed" in why["flash"]

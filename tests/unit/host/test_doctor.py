@@ -2,10 +2,12 @@
 
 import argparse
 import getpass
+import re
 import socket
 
 import pytest
 
+from xdit_backend import system
 from xdit_backend.host import doctor
 from xdit_backend.protocol.errors import WorkerStartError
 
@@ -19,16 +21,19 @@ def report(capsys, *arguments):
 
 @pytest.mark.slow
 def test_it_starts_workers_and_says_what_they_have(capsys):
-    told = report(capsys, "--devices", "cpu")
+    told = report(capsys, "--devices", "cpu,cpu")
 
     assert all(f"\n{section}\n" in f"\n{told}"
                for section in ("Versions", "Machine", "Devices", "Links", "Environment", "Workers"))
-    assert "torch " in told and "start on cpu in" in told
-    assert "are forked from one process" in told and "rank 0 (cpu): " in told and "shared memory" in told
+    assert "torch " in told and "start on cpu, cpu in" in told
+    assert "import their libraries in" in told
+    assert re.search(r"exchange 16 MiB with a neighbour at \d+\.\d\d GB/s", told)
+    assert ("are forked from one process" if system.HAS_TORCHRUN else "are separate programs") in told
+    assert "rank 0 (cpu): " in told and "rank 1 (cpu): " in told
 
 
 def test_it_says_why_workers_do_not_start(capsys, monkeypatch):
-    def fails(devices):
+    def fails(devices, on_phase):
         raise WorkerStartError("A worker ended while starting.")
     monkeypatch.setattr(doctor, "WorkerGroup", fails)
 
@@ -45,3 +50,19 @@ def test_of_the_environment_it_tells_names_alone(capsys, monkeypatch):
     assert "XDIT_SECRET is set" in told and "NCCL_DEBUG_FILE is set" in told
     assert not any(private in told
                    for private in ("hush", "someone", "TOKEN", socket.gethostname(), f"/{getpass.getuser()}"))
+
+
+@pytest.mark.parametrize("fails_at, found", [(3, "stops at 0.5 GiB (CUDA error 2)"), (99, "1.0 GiB can be locked")])
+def test_memory_is_locked_in_steps_and_released(monkeypatch, fails_at, found):
+    locked, most = {}, []
+
+    def lock(address, num_bytes):
+        if len(locked) + 1 >= fails_at:
+            return 2
+        locked[address] = num_bytes
+        most.append(sum(locked.values()))
+        return 0
+    told, = doctor.page_lock_limit(lock, locked.pop, max_bytes=2 ** 30 + 100)
+
+    assert found in told and not locked
+    assert most[-1] == min(fails_at - 1, 4) * doctor.LOCK_STEP_BYTES

@@ -1,7 +1,6 @@
 """Worker groups of which a rank fails: they go on unless an exchange is left over that other ranks have entered."""
 
 import functools
-import multiprocessing
 from unittest import mock
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from xdit_backend.host import group_resources, hang_watchdog, launcher, pending_requests
 from xdit_backend.host.launcher import WorkerGroup
 from xdit_backend.host.unmatched_collectives import is_unmatched, lost_device
-from xdit_backend.protocol.channel import Channel
+from xdit_backend.protocol.channel import pair
 from xdit_backend.protocol.errors import WorkerDiedError, WorkerFailedError
 from xdit_backend.protocol.messages import (
     Abort,
@@ -36,8 +35,7 @@ class PretendedGroup(WorkerGroup):
 
     def _complete_handshake(self, group_start, on_phase, check):
         for rank in range(len(self.devices)):
-            ours, theirs = multiprocessing.Pipe()
-            self._resources.channels[rank], self.workers[rank] = Channel(ours), Channel(theirs)
+            self._resources.channels[rank], self.workers[rank] = pair()
 
     def answer(self, request, failed=(), done=(), entered=None):
         """entered: {rank: the exchanges that it has entered}."""

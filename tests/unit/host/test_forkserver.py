@@ -13,6 +13,7 @@ import torch
 
 from tests.conftest import ROOT, left_behind, still_there
 from tests.support.worker_processes import kind_of
+from xdit_backend import system
 from xdit_backend.host import torchrun
 from xdit_backend.host.client import Client
 from xdit_backend.host.forkserver import OF_THE_SERVER, Forkserver
@@ -294,7 +295,7 @@ def test_a_rank_that_could_not_use_its_gpu_becomes_a_program(monkeypatch, device
     started = []
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     monkeypatch.setattr(os, "execv", lambda path, arguments: started.append(arguments) or sys.exit())
-    for module, name in ((bootstrap, "name_process"), (bootstrap, "run"), (signal, "signal"),
+    for module, name in ((system, "name_process"), (bootstrap, "run"), (signal, "signal"),
                          (torch, "set_num_threads")):
         monkeypatch.setattr(module, name, lambda *_: None)
     monkeypatch.setattr(tempfile, "tempdir", None)

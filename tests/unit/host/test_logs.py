@@ -48,9 +48,11 @@ def test_the_last_groups_and_those_that_run_are_kept(place):
 
 def test_where_files_cannot_be_locked_folders_are_made_and_stay(place, monkeypatch):
     """As on a network's disk without a lock daemon."""
+    fcntl = pytest.importorskip("fcntl")
+
     def no_locks(*args):
         raise OSError(errno.ENOLCK, "No locks available")
-    monkeypatch.setattr(logs.fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     for number in range(logs.MAX_FOLDERS + 2):
         logs.start(logs.make(f"xdit-{number}-00aa", None)).close()
 
@@ -148,3 +150,13 @@ def test_errors_do_not_grow_without_bound(place, monkeypatch):
         logs.note(folder, ValueError(f"{number} " + "x" * 50))
 
     assert (folder / logs.ERRORS).stat().st_size < 1200 and "99 x" in logs.last_errors()[0]
+
+
+@pytest.mark.parametrize("text, told", [
+    (r"C:\Users\ada\x.safetensors is missing", r".../x.safetensors is missing"),
+    (r"'C:\Users\Ada Lovelace\my models\x.gguf'", "'.../x.gguf'"),
+    (r"'\\\\engine\share\Ada L\x.gguf'", "'.../x.gguf'"),
+    ("D:/ComfyUI/models/m.bin and /home/ada/a.txt", ".../m.bin and .../a.txt"),
+    ("a ratio of 1:2, a key: value", "a ratio of 1:2, a key: value")])
+def test_paths_of_both_systems_lose_their_folders(text, told):
+    assert logs.without_private(text) == told

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.model_zoo import conditioning_of, example
+from tests.support.model_zoo import example
 from tests.support.tiers import by_default
 from tests.unit.host.conftest import call_of, layout
 from xdit_backend.checkpoints.build_transformer import build
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.offload.offload_plan import plan_weights, unmapped_bytes
 from xdit_backend.models import FAMILIES
+from xdit_backend.models.common.example_inputs import conditioning_of
 from xdit_backend.protocol.errors import CheckpointError
 from xdit_backend.protocol.specs import Stages
 

@@ -9,7 +9,8 @@ import torch
 from tests.support.model_zoo import example
 from tests.support.tolerances import within
 from tests.unit.host.conftest import call_of, layout
-from xdit_backend.host.oom_report import describe_out_of_memory, remedies
+from xdit_backend.host.oom_report import describe_out_of_memory
+from xdit_backend.planner.memory_fit import remedies
 from xdit_backend.protocol.errors import WorkerFailedError
 from xdit_backend.worker.engine import TRIED_TO_ALLOCATE, UNITS, is_out_of_memory
 

@@ -19,7 +19,7 @@ from xdit_backend.host.calls import Call
 from xdit_backend.host.client import Client
 from xdit_backend.partition import cut_patches
 from xdit_backend.protocol.errors import WorkerFailedError
-from xdit_backend.protocol.specs import Layout, Stages, WeightCopies
+from xdit_backend.protocol.specs import ForwardOptions, Layout, Stages, WeightCopies
 from xdit_backend.tools.bench.sampler import Method, Model, Sampling, sample
 from xdit_backend.tools.bench.vae import LEVELS, random_decoder
 
@@ -73,7 +73,7 @@ class Starved:
             return self.client.autoencoders.decode(vae, self.one.latent[:1], (1, 192, 192, 3)).clone()
         spec, layout, call = self.spec(method), METHODS[method], Call(
             self.one.latent, self.one.timestep, self.one.conditioning,
-            copies=WeightCopies(is_shared="shared" in method))
+            options=ForwardOptions(copies=WeightCopies(is_shared="shared" in method)))
         try:
             if layout.cfg_degree == 1:
                 self.client.begin_step("step 2 of 3")

@@ -1,9 +1,9 @@
 """PipeFusion on a real worker group, driven from the host as the patchwise sampler drives it, equals its oracle."""
 
 import os
-import signal
 import time
 
+import psutil
 import pytest
 import torch
 
@@ -160,7 +160,7 @@ def test_a_killed_stage_is_named_and_ends_the_run_within_ten_times_what_the_run_
     handles = keep_flying(client, spec, large, rounds=20)
 
     killed_s = time.monotonic()
-    os.kill(pids[rank], signal.SIGKILL)
+    psutil.Process(pids[rank]).kill()
     with pytest.raises(WorkerDiedError, match=f"Worker rank {rank} "):
         finish(client, handles)
     client.end_run()
@@ -199,7 +199,7 @@ def test_a_stage_that_hangs_is_named(spec_of, monkeypatch, supervisor):
     client = Client(("cpu", "cpu"), supervisor=supervisor)
     try:
         finish(client, keep_flying(client, spec, one, rounds=1))
-        os.kill(int(client.report_memory()[0]["pid"]), signal.SIGSTOP)
+        psutil.Process(int(client.report_memory()[0]["pid"])).suspend()
         with pytest.raises(XDiTError, match=r"Stage 0 \(rank 0\) sent nothing to stage 1 for 3 s"):
             finish(client, keep_flying(client, spec, one, rounds=1))
     finally:

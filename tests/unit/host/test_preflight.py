@@ -5,7 +5,6 @@ import collections
 import functools
 import importlib.metadata
 import itertools
-import multiprocessing.connection
 import os
 import re
 import shutil
@@ -14,14 +13,28 @@ import pytest
 import torch
 
 from tests.conftest import left_behind, still_there
+from xdit_backend import system
 from xdit_backend.host import handshake, preflight, torchrun
 from xdit_backend.host.exit_report import ExitReport
 from xdit_backend.host.launcher import WorkerGroup
-from xdit_backend.protocol.channel import Channel
+from xdit_backend.protocol.channel import Channel, pair
 from xdit_backend.protocol.errors import LinkError, WorkerStartError
 from xdit_backend.protocol.messages import JOINING, TRYING_LINKS, Phase, StartFailed
 
 GB = 2 ** 30
+
+
+@pytest.mark.parametrize("release, works", [((2, 6), True), ((2, 7), True), ((2, 8), False), ((2, 9), False),
+                                            ((2, 10), False), ((2, 11), True), ((2, 14), True)])
+def test_releases_of_torch_whose_gloo_fails_on_windows_are_rejected_there_with_what_to_install(release, works):
+    version = f"{release[0]}.{release[1]}.0+cu128"
+    if works:
+        preflight.check_gloo(release, version, ((2, 8), (2, 11)))
+    else:
+        with pytest.raises(WorkerStartError, match=rf"^Install PyTorch 2\.11 or newer .* and {re.escape(version)}"):
+            preflight.check_gloo(release, version, ((2, 8), (2, 11)))
+    if system.HAS_TORCHRUN:
+        preflight.check_gloo(release, version)
 
 
 @pytest.mark.parametrize("package, version, words", [
@@ -163,7 +176,7 @@ class Torchrun:
 
     def __init__(self, num_workers):
         self.pid, self.failure, self.code = os.getpid(), None, None
-        pairs = [multiprocessing.connection.Pipe() for _ in range(num_workers)]
+        pairs = [[each.raw for each in pair()] for _ in range(num_workers)]
         self.hosts, self.channels = [Channel(host) for host, _ in pairs], [Channel(worker) for _, worker in pairs]
 
     def workers(self):

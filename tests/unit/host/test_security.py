@@ -86,18 +86,35 @@ def listening_ports(process):
             if connection.status == psutil.CONN_LISTEN}
 
 
-def test_no_port_of_a_group_accepts_store_commands(client, spec_of):
-    """Its store is a file in a folder that only its user can read."""
-    before = listening_ports(psutil.Process())
-    client.predict(spec_of("SD3"), layout(ring=2), 4, [call_of(example("SD3"))])
+def ports_of(client):
+    """Ports on which a client's workers and their torchrun listen. Its store is a file that only its user can read."""
     workers = [psutil.Process(int(numbers["pid"])) for numbers in client.report_memory().values()]
     folder = client.group.segments.folder
-    ports = set().union(*map(listening_ports, (*workers, workers[0].parent())))
 
     assert (folder / STORE_FILE).is_file() and folder.stat().st_mode & 0o777 == 0o700
-    assert listening_ports(psutil.Process()) <= before and not listening_ports(workers[0].parent())
-    assert ports                                               # of gloo
-    assert not [port for port in ports if accepts_store_commands(port)]
+    assert not listening_ports(workers[0].parent())
+    return set().union(*map(listening_ports, workers))
+
+
+def test_a_group_over_shared_memory_has_no_port(client, spec_of):
+    before = listening_ports(psutil.Process())
+    client.predict(spec_of("SD3"), layout(ring=2), 4, [call_of(example("SD3"))])
+
+    assert not ports_of(client) and listening_ports(psutil.Process()) <= before
+
+
+def test_no_port_of_a_group_accepts_store_commands(monkeypatch, spec_of):
+    before = listening_ports(psutil.Process())
+    monkeypatch.setenv("XDIT_TRANSPORT", "gloo")
+    client = Client(("cpu", "cpu"))
+    try:
+        client.predict(spec_of("SD3"), layout(ring=2), 2, [call_of(example("SD3"))])
+        ports = ports_of(client)
+
+        assert ports and listening_ports(psutil.Process()) <= before
+        assert not [port for port in ports if accepts_store_commands(port)]
+    finally:
+        client.close()
 
 
 def test_a_tcp_store_would_be_found():

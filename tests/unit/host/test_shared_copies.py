@@ -2,13 +2,12 @@
 where each brings all, in runs of both kinds, with weights that change, and after faults."""
 
 import dataclasses
-import os
-import signal
 
+import psutil
 import pytest
 import torch
 
-from tests.support.model_zoo import conditioning_of, example
+from tests.support.model_zoo import example
 from tests.support.tiers import by_default
 from tests.unit.host.conftest import call_of, layout
 from tests.unit.host.test_copies import faults, set_environment  # noqa: F401
@@ -16,9 +15,10 @@ from tests.unit.host.test_offloading import folder  # noqa: F401
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.host.client import Client
 from xdit_backend.host.weight_updates import Change
+from xdit_backend.models.common.example_inputs import conditioning_of
 from xdit_backend.protocol import specs
 from xdit_backend.protocol.errors import CopyError, WorkerDiedError
-from xdit_backend.protocol.specs import WeightCopies
+from xdit_backend.protocol.specs import ForwardOptions, WeightCopies
 
 METHODS = by_default([{"ulysses": 2}], [{"cfg": 2}, {"ulysses": 2}, {"ring": 2}, {"data": 2}, {"displaced": 2}])
 
@@ -40,7 +40,8 @@ class Asked:
             self.calls.append(call_of(dataclasses.replace(one, conditioning=tensors)))
 
     def submit(self, is_shared, num_calls=2):
-        calls = [dataclasses.replace(call, copies=WeightCopies(is_shared=is_shared)) for call in self.calls]
+        options = ForwardOptions(copies=WeightCopies(is_shared=is_shared))
+        calls = [dataclasses.replace(call, options=options) for call in self.calls]
         return self.client.submit(self.spec, self.layout, self.channels, calls[:num_calls])
 
     def predict(self, is_shared=True, num_calls=2):
@@ -126,9 +127,9 @@ def test_a_rank_that_ends_or_whose_copy_fails_is_told_as_everywhere(
             (faults / "fails-1").touch()
         else:
             pid = int(client.report_memory()[1]["pid"])
-            os.kill(pid, signal.SIGSTOP)
+            psutil.Process(pid).suspend()
             handle = requested.submit(True)
-            os.kill(pid, signal.SIGKILL)
+            psutil.Process(pid).kill()
         with pytest.raises(CopyError if fault == "copy" else WorkerDiedError, match="Queue the prompt again"):
             if fault == "copy":
                 requested.predict()

@@ -4,13 +4,14 @@ import base64
 import io
 import logging
 import shlex
+import ssl
 import sys
 
 import pytest
 
 from tests.unit.multi_node.test_connections import join as say_hello
 from xdit_backend.__main__ import make_parser
-from xdit_backend.multi_node import join, listener
+from xdit_backend.multi_node import join, listener, tls_keys
 from xdit_backend.multi_node.listener import Listener
 from xdit_backend.multi_node.tls_keys import identity, key_folder, read_key
 from xdit_backend.protocol.errors import ConfigError, WorkerStartError
@@ -125,3 +126,21 @@ def test_join_without_a_key_says_where_it_is_shown(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     with pytest.raises(ConfigError, match="^Copy the whole key again.*xdit_backend key shows it.* 0 characters"):
         run("join", "127.0.0.1:1", "other-pc", "--models", str(tmp_path))
+
+
+def test_without_openssl_the_package_cryptography_makes_the_certificate(tmp_path, monkeypatch):
+    pytest.importorskip("cryptography")
+    monkeypatch.setattr(tls_keys.shutil, "which", lambda name: None)
+
+    key = identity(tmp_path / "machines")
+    context = tls_keys.server_context(tmp_path / "machines")
+
+    assert identity(tmp_path / "machines") == key and context.minimum_version == ssl.TLSVersion.TLSv1_3
+
+
+def test_without_both_the_error_names_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(tls_keys.shutil, "which", lambda name: None)
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+
+    with pytest.raises(ConfigError, match="^Install openssl, .* or on Windows the package cryptography"):
+        identity(tmp_path / "machines")

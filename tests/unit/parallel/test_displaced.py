@@ -30,7 +30,7 @@ from xdit_backend.partition import attended, cut_bands, halved
 from xdit_backend.planner.cost_model import Degrees, Job, ModelDims
 from xdit_backend.planner.memory_model import rank_memory
 from xdit_backend.planner.planner import memory_settings
-from xdit_backend.protocol.specs import MODES, Layout
+from xdit_backend.protocol.specs import MODES, ForwardOptions, Layout
 from xdit_backend.worker.models import Loaded
 
 EXACT = 1e-10
@@ -124,7 +124,8 @@ def count_projections(one):
 def predicted(loaded, mesh, exchange, conditioning, mode, addresses, backend, x, timestep, is_stale):
     """The ranks' rows of a prediction, put together. addresses: of the exchange's buckets are added."""
     stale = is_stale and mode.is_stale
-    context = loaded.context(mesh, Traffic(), x, timestep, conditioning, exchange=exchange, compile_backend=backend)
+    context = loaded.context(mesh, Traffic(), x, timestep, conditioning, exchange=exchange,
+                             options=ForwardOptions(compile_backend=backend))
     with exchange.call(context.traffic, stale, mode.publishes or not stale, mode.norms, timestep.max().item()):
         rows = loaded.hooks.run(context)[0]
     addresses.add(tuple(exchange.addresses))
@@ -285,7 +286,8 @@ def transformer_on_ranks(rank, world_size, name, layout, shape, mutant, speeds, 
 
 
 def predicted_whole(loaded, mesh, exchange, conditioning, backend, x, timestep, is_stale):
-    context = loaded.context(mesh, Traffic(), x, timestep, conditioning, exchange=exchange, compile_backend=backend)
+    context = loaded.context(mesh, Traffic(), x, timestep, conditioning, exchange=exchange,
+                             options=ForwardOptions(compile_backend=backend))
     with exchange.call(context.traffic, is_stale, time=timestep.max().item()):
         return loaded.family.prediction(loaded.hooks.run(context)[0], x)[:, :x.shape[1]]
 

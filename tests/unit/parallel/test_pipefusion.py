@@ -23,7 +23,7 @@ from xdit_backend.parallel.pipefusion import Link
 from xdit_backend.parallel.stale_kv_cache import KeyValueEntry, KeyValues, Offload
 from xdit_backend.partition import cut_patches, split_stages, stage_blocks
 from xdit_backend.planner.planner import choose_num_patches
-from xdit_backend.protocol.specs import Layout
+from xdit_backend.protocol.specs import ForwardOptions, Layout
 
 EXACT = 1e-12
 SIGMAS = [1.0, 0.75, 0.5, 0.25]                               # three steps
@@ -53,7 +53,7 @@ class Pipeline:
         """The prediction for a latent or a patch of it, on every rank: the last stage tells the others."""
         context = self.loaded.context(self.mesh, self.traffic, latent, timestep, self.one.conditioning, patch,
                                       key_values=self.key_values, num_images=latent.shape[0],
-                                      extrapolation=self.extrapolation)
+                                      options=ForwardOptions(extrapolation=self.extrapolation))
         if self.loaded.blocks.start > 0:
             size = self.loaded.received_size(self.mesh, latent.shape, self.one.conditioning, patch)
             handle = self.link.post_receive(size, latent.dtype)

@@ -21,7 +21,7 @@ from xdit_backend.distributed.mesh import build_mesh
 from xdit_backend.hooks import token_shards_io
 from xdit_backend.hooks.transformer import Hooks
 from xdit_backend.parallel import amax_sync
-from xdit_backend.protocol.specs import Layout
+from xdit_backend.protocol.specs import ForwardOptions, Layout
 
 ROTATED = 16
 ROUNDED = 1e-6                             # the products are of float32, of models in float64
@@ -130,7 +130,7 @@ def difference_of_shares(name, layout, format_, rotated, compile_backend, mutant
     use(one.model, packed)
     hooks = Hooks(one.model, one.family.plan, splits)
     context = one.loaded(hooks).context(mesh, Traffic(), one.latent, one.timestep, one.conditioning)
-    context.compile_backend = compile_backend
+    context.options = ForwardOptions(compile_backend=compile_backend)
     want, out = other.run(), hooks.run(context)[0]
     out = one.family.prediction(out, one.latent)
     return ((out - want).abs().max() / want.abs().max()).item()

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from tests.support.fake_cuda import CUDA, fake_cuda_device
 from tests.support.ranks import run_ranks
 from tests.support.tolerances import within
-from xdit_backend.attention.log_sum_exp import attention_with_lse, merge_attention
+from xdit_backend.attention.backends import attention_with_lse
+from xdit_backend.attention.log_sum_exp import merge_attention
 from xdit_backend.distributed.collectives import RingExchange, Traffic, all_gather, all_to_all
 from xdit_backend.distributed.mesh import build_mesh, with_speeds
 from xdit_backend.parallel.sequence_parallel import Attention, usp_attention

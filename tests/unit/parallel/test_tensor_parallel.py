@@ -364,7 +364,7 @@ def test_turns_notice_what_is_known_of_another_forward():
 def test_parts_may_be_of_unlike_sizes():
     """Of 32 channels of a feed-forward one of three ranks has ten.
     Heads are not shared: one rank of three would have none."""
-    split, whole = Split("columns", 0, (32, 32)), torch.arange(64.0)[:, None].expand(64, 2)
+    split, whole = Split("colwise", 0, (32, 32)), torch.arange(64.0)[:, None].expand(64, 2)
     own = [split.own(whole, 3, rank) for rank in range(3)]
 
     assert split.sizes(3) == [22, 22, 20] == [len(each) for each in own]
@@ -435,7 +435,7 @@ def test_a_share_of_a_model_is_not_run_outside_of_a_run():
     one = example("SD3")
     Hooks(one.model, one.family.plan, hold_share(one.model, one.family.plan, 2, 0))
 
-    with pytest.raises(AssertionError, match="weights are sharded: run its forward through Hooks.run"):
+    with pytest.raises(AssertionError, match="weights are sharded: run its forward through ModelHooks.run"):
         one.run()
 
 

@@ -2,13 +2,13 @@
 
 import multiprocessing.connection as connection
 import os
-import socket
 import struct
 import threading
 
 import pytest
 
-from tests.programs.malformed import receive_frames
+from tests.programs.malformed import dial, receive_frames, write
+from xdit_backend import system
 from xdit_backend.protocol import channel
 from xdit_backend.protocol.channel import ADDRESS_FILE, KEY_FILE, ChannelListener, connect
 from xdit_backend.protocol.errors import ChannelClosedError, XDiTError
@@ -50,14 +50,14 @@ def test_messages_go_both_ways(channel_listener, tmp_path):
 def test_who_lacks_the_key_is_not_let_in(channel_listener, tmp_path):
     address = (tmp_path / ADDRESS_FILE).read_text()
 
-    channel, outcome = accept_while(channel_listener, lambda: connection.Client(address, authkey=b"guessed"))
+    channel, outcome = accept_while(channel_listener, lambda: system.connect(address, b"guessed"))
 
     assert channel is None and isinstance(outcome, connection.AuthenticationError)
 
 
 def test_the_door_stays_open_after_a_stranger(channel_listener, tmp_path):
     address = (tmp_path / ADDRESS_FILE).read_text()
-    accept_while(channel_listener, lambda: connection.Client(address, authkey=b"guessed"))
+    accept_while(channel_listener, lambda: system.connect(address, b"guessed"))
 
     channel, _ = accept_while(channel_listener, lambda: connect(tmp_path))
 
@@ -92,7 +92,7 @@ def test_a_closed_end_is_named(channel_listener, tmp_path):
     struct.pack("!i", 0)], ids=repr)
 def test_what_is_no_message_ends_the_connection_and_nothing_else(channel_listener, tmp_path, raw):
     host, stranger = accept_while(channel_listener, lambda: connect(tmp_path))
-    os.write(stranger.raw.fileno(), raw)
+    write(stranger, raw)
     stranger.raw.close()
 
     with pytest.raises(ChannelClosedError):
@@ -123,8 +123,7 @@ def test_frames_of_any_bytes_are_refused_or_are_messages_within_ten_times_the_ho
 
 
 def test_a_stranger_who_says_nothing_does_not_keep_others_out(channel_listener, tmp_path, monkeypatch):
-    with socket.socket(socket.AF_UNIX) as silent:
-        silent.connect((tmp_path / ADDRESS_FILE).read_text())
+    with dial((tmp_path / ADDRESS_FILE).read_text()):
         with monkeypatch.context() as patched:                 # who is let in may take its time
             patched.setattr(channel, "HANDSHAKE_S", 0.2)
             assert channel_listener.accept(5) is None
@@ -143,7 +142,7 @@ def test_the_limit_is_for_the_rest_of_a_message_and_not_for_the_wait_until_the_n
     sending.start()
     assert host.receive() == Stop()
     sending.join()
-    os.write(worker.raw.fileno(), struct.pack("!i", 100) + b"Stop {")
+    write(worker, struct.pack("!i", 100) + b"Stop {")
     with pytest.raises(ChannelClosedError):
         host.receive()
     host.close()

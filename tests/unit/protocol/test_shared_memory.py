@@ -1,7 +1,5 @@
 """Tensors go through shared memory bit by bit, and nothing is left of it."""
 
-import fcntl
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -10,9 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from xdit_backend import system
 from xdit_backend.protocol import shared_memory
 from xdit_backend.protocol.errors import XDiTError
-from xdit_backend.protocol.shared_memory import DTYPES, Segment, SegmentStore, map_segment
+from xdit_backend.protocol.shared_memory import DTYPES, SegmentStore, map_segment
+
+PACKAGE = Path(shared_memory.__file__).parents[1]
+# of another process, which needs no folder on its path
+IMPORTS = f"""
+import importlib.util, os, sys
+spec = importlib.util.spec_from_file_location("xdit_backend", {str(PACKAGE / '__init__.py')!r},
+                                              submodule_search_locations=[{str(PACKAGE)!r}])
+sys.modules["xdit_backend"] = importlib.util.module_from_spec(spec)
+"""
+WRITE_AND_DIE = """
+from xdit_backend.protocol.shared_memory import Segment, map_segment
+map_segment(Segment(sys.argv[1], "float32", (4,))).fill_(7)
+os._exit(9)
+"""
 
 
 @pytest.fixture
@@ -63,26 +76,19 @@ def test_maps_stay_valid_after_removal(store):
         map_segment(segment)
 
 
-def write_and_die(path):
-    map_segment(Segment(path, "float32", (4,))).fill_(7)
-    os._exit(9)
-
-
 def test_a_reader_that_dies_takes_nothing_along(store):
     segment, view = store.create((4,), torch.float32)
     view.zero_()
 
-    process = multiprocessing.get_context("fork").Process(target=write_and_die, args=(segment.path,))
-    process.start()
-    process.join()
+    process = subprocess.run([sys.executable, "-c", IMPORTS + WRITE_AND_DIE, segment.path])
 
-    assert process.exitcode == 9
+    assert process.returncode == 9
     assert view.tolist() == [7, 7, 7, 7] and map_segment(segment).tolist() == [7, 7, 7, 7]
 
 
 def test_only_this_user_can_read(store):
-    assert store.folder.stat().st_mode & 0o077 == 0
-    assert store.overflow_folder.stat().st_mode & 0o077 == 0
+    for folder in (store.folder, store.overflow_folder):
+        assert system.is_private(folder) and (os.name == "nt" or folder.stat().st_mode & 0o077 == 0)
 
 
 def test_more_than_there_is_is_refused_before_it_is_written(store):
@@ -93,9 +99,9 @@ def test_more_than_there_is_is_refused_before_it_is_written(store):
 
 def test_a_full_memory_falls_back_to_disk(store, monkeypatch):
     """As in containers with 64 MB of /dev/shm."""
-    reserve = shared_memory._reserve
-    monkeypatch.setattr(shared_memory, "_reserve", lambda path, num_bytes: not path.startswith(str(store.folder))
-                        and reserve(path, num_bytes))
+    create = system.SharedMemory.create
+    monkeypatch.setattr(system.SharedMemory, "create", lambda memory, path, num_bytes: not path.startswith(
+        str(store.folder)) and create(memory, path, num_bytes))
 
     segment = store.share(torch.ones(3))
 
@@ -108,14 +114,14 @@ def test_a_folder_that_is_removed_while_it_is_in_use_is_made_again(store, which)
     folder = getattr(store, which)
     shared_memory.discard(folder)
 
-    assert shared_memory._reserve(str(folder / "1"), 10)
+    assert system.SharedMemory().create(str(folder / "1"), 10)
     assert folder.stat().st_mode & 0o777 == 0o700
     store.close()
     assert not folder.exists()
 
 
 def test_what_cannot_be_made_is_no_memory(tmp_path):
-    assert not shared_memory._reserve(str(tmp_path / "not there" / "nor this" / "1"), 10)
+    assert not system.SharedMemory().create(str(tmp_path / "not there" / "nor this" / "1"), 10)
 
 
 def test_a_store_that_cannot_be_made_whole_leaves_nothing(tmp_path, monkeypatch):
@@ -148,13 +154,10 @@ def test_close_removes_everything(store):
 
 
 OTHER_HOST = """
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("xdit_backend", {init!r}, submodule_search_locations=[{package!r}])
-sys.modules["xdit_backend"] = importlib.util.module_from_spec(spec)
 from xdit_backend.protocol.shared_memory import SegmentStore
 store = SegmentStore()
 store.create((100,), __import__("torch").uint8)
-print(store.folder, store.overflow_folder, flush=True)
+print(store.folder, store.overflow_folder, sep="\\n", flush=True)
 sys.stdin.read()
 """
 
@@ -162,11 +165,9 @@ sys.stdin.read()
 @pytest.fixture
 def other_host():
     """Another process with a store: (the process, its folders)."""
-    package = Path(shared_memory.__file__).parents[1]
-    process = subprocess.Popen([sys.executable, "-c",
-                                OTHER_HOST.format(init=str(package / "__init__.py"), package=str(package))],
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    yield process, [Path(folder) for folder in process.stdout.readline().split()]
+    process = subprocess.Popen([sys.executable, "-c", IMPORTS + OTHER_HOST], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, text=True)
+    yield process, [Path(process.stdout.readline().strip()) for _ in range(2)]
     process.kill()
     process.wait()
     SegmentStore().close()                                     # which sweeps
@@ -175,7 +176,7 @@ def other_host():
 def test_what_a_killed_host_has_left_is_removed_by_the_next(other_host):
     process, folders = other_host
     # asked now: when it is killed, any host may be the next
-    assert len(folders) == 2 and all(folder.is_dir() for folder in folders)
+    assert all(folder.is_dir() for folder in folders)
     process.kill()
     process.wait()
 
@@ -201,6 +202,7 @@ def test_the_folders_of_a_living_host_stay_whatever_they_are_called(other_host):
 
 def test_a_folder_that_another_host_takes_for_left_behind_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
     """Between the making and the locking of the file, a host that starts finds it unlocked."""
+    fcntl = pytest.importorskip("fcntl")
     flock, swept = fcntl.flock, []
 
     def sweep_first(file, operation):

@@ -15,7 +15,7 @@ from xdit_backend.multi_node.listener import version_differences
 from xdit_backend.protocol.errors import CheckpointError
 from xdit_backend.worker.self_check import check_split
 
-NAMES = [name for name, family in FAMILIES.items() if family.is_comfyuis and not family.is_replicated]
+NAMES = [name for name, family in FAMILIES.items() if family.is_comfyuis and not family.plan.hooks == "replicated"]
 
 
 @pytest.fixture(autouse=True)

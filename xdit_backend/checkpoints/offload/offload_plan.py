@@ -66,7 +66,7 @@ def unmapped_bytes(checkpoint, model, spec, names):
 
 def _costs(model, family):
     """Relative compute of each block: its weights times tokens of the image, or pixels."""
-    if not family.is_unet:
+    if family.blocks:
         return [size * share for size, share in block_sizes(model, family)]
     num_levels = family.plan.num_levels(model.config)
     return [sum(weight.numel() for weight in model.get_submodule(path).parameters()) / 4 ** level_of(path, num_levels)
@@ -76,9 +76,8 @@ def _costs(model, family):
 def _tensors(model, family, spec):
     """[(name, number of its block, bytes)] of all weights; None: always resident."""
     tensors = tensor_bytes(model, family, spec)
-    if not family.is_unet:
-        return [(name, None if name.startswith(family.plan.shared_parameters) else block, size) for name, block,
-                size in tensors]
+    if family.blocks:
+        return [(name, None if family.plan.is_outside(name) else block, size) for name, block, size in tensors]
     numbers = {path: number for number, path in enumerate(unet_blocks(model))}
 
     def block_of(name):

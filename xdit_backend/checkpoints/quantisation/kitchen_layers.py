@@ -17,7 +17,8 @@ from .layer_formats import FORMATS, Layer
 WITHOUT = ("float8_e4m3fn", "float8_e5m2")                     # formats that can be unpacked without the package
 LAYOUTS = {"float8_e4m3fn": "TensorCoreFP8Layout", "float8_e5m2": "TensorCoreFP8Layout",
            "nvfp4": "TensorCoreNVFP4Layout", "mxfp8": "TensorCoreMXFP8Layout",
-           "int8_tensorwise": "TensorWiseINT8Layout", "convrot_w4a4": "TensorCoreConvRotW4A4Layout"}
+           "int8_tensorwise": "TensorWiseINT8Layout", "convrot_w4a4": "TensorCoreConvRotW4A4Layout",
+           "asym_w4a8_int8": "AsymW4A8Int8Layout"}
 ROWS = 2048                                                    # rows of int32 sums in memory at once
 COMPUTED = (torch.float32, torch.float16, torch.bfloat16)      # dtypes that the package's functions support
 
@@ -211,7 +212,11 @@ def quantised_tensor(layer, weight, auxiliary, dtype):
     name, scale = LAYOUTS[layer.format], auxiliary.get("weight_scale")
     shape = len(weight), weight.shape[1] * layer.how.numbers
     options = {}
-    if scale is None:                                          # a weight that was rounded to float8 without a scale
+    if layer.group:
+        scale, weight = auxiliary["weight_s_rel"], weight.view(torch.int8)
+        options = {"s_channel": auxiliary["weight_s_channel"], "codebook": auxiliary.get("weight_codebook"),
+                   "group_size": layer.group, "convrot_groupsize": layer.rotated}
+    elif scale is None:                                        # a weight that was rounded to float8 without a scale
         scale = torch.ones((), device=weight.device)
     elif layer.format == "nvfp4":
         options, scale = {"block_scale": scale.view(torch.float8_e4m3fn)}, auxiliary["weight_scale_2"].view(())
@@ -233,13 +238,15 @@ def quantised_tensor(layer, weight, auxiliary, dtype):
 def _encoded(layer, auxiliary):
     """(text that encodes a Layer and the names of its auxiliary tensors, these tensors), as arguments of a custom
     op."""
-    return " ".join((layer.format, str(layer.rotated), layer.linear_dtype, *auxiliary)), list(auxiliary.values())
+    return (" ".join((layer.format, str(layer.rotated), layer.linear_dtype, str(layer.group), *auxiliary)),
+            list(auxiliary.values()))
 
 
 def _decoded(how, auxiliary):
-    format_, rotated, linear_dtype, *names = how.split()
+    format_, rotated, linear_dtype, group, *names = how.split()
     tensors = dict(zip(names, auxiliary, strict=True))
-    return Layer(format_, (0, 0), dict.fromkeys(tensors, ""), 0, int(rotated), linear_dtype=linear_dtype), tensors
+    return Layer(format_, (0, 0), dict.fromkeys(tensors, ""), 0, int(rotated), linear_dtype=linear_dtype,
+                 group=int(group)), tensors
 
 
 @operator

@@ -27,7 +27,8 @@ class Format:
     stored: safetensors types of the weight. `held`: its torch dtype on a rank. numbers: elements per stored column.
     block: columns that share a scale; 0: a scale per row, or per matrix. scales: {auxiliary tensor: its safetensors
     types}. more: optional auxiliary tensors. rounds_inputs: whether matrix multiplications round each token's inputs by
-    their maximum, on any device. agreed: inputs whose maximum ranks that have only some of them can agree on: those of
+    their maximum, on any device. group: columns that share a relative scale, unless a layer's metadata says otherwise;
+    0: the format has none. agreed: inputs whose maximum ranks that have only some of them can agree on: those of
     "each" token, or, if the file has no input_scale, of "all" tokens. capability: CUDA compute capability from which
     inputs are rounded too; None: never.
     """
@@ -39,6 +40,7 @@ class Format:
     block: int = 0
     more: tuple[str, ...] = ()
     rounds_inputs: bool = False
+    group: int = 0
     agreed: str = ""
     capability: tuple[int, int] | None = None
 
@@ -51,17 +53,25 @@ FORMATS = {
     "mxfp8": Format(("F8_E4M3",), torch.float8_e4m3fn, {"weight_scale": ("F8_E8M0", "U8")}, block=32,
                     capability=(10, 0)),
     "int8_tensorwise": Format(("I8",), torch.int8, rounds_inputs=True, agreed="each"),
-    "convrot_w4a4": Format(("I8", "U8"), torch.uint8, numbers=2, rounds_inputs=True)}
+    "convrot_w4a4": Format(("I8", "U8"), torch.uint8, numbers=2, rounds_inputs=True),
+    "asym_w4a8_int8": Format(("I8", "U8"), torch.uint8, {"weight_s_rel": ("F8_E4M3", "U8", "F32"),
+                                                         "weight_s_channel": ("F32",)}, numbers=2,
+                             more=("weight_codebook",), rounds_inputs=True, group=16)}
 
 ATTENTION_CONFIG = ".comfy_attention.config"                            # suffix, see attention_configs
 FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}       # safetensors type -> format
+BY_ROW = ("weight_s_rel", "weight_s_channel")                  # auxiliary tensors of asym_w4a8_int8
 AUXILIARY = {"weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "comfy_quant", "scale_weight",
-             "scale_input"}
-SCALES = {"weight_scale", "weight_scale_2", "pre_quant_scale", "scale_weight"}
-IN_PARAMS = "convrot", "convrot_groupsize", "linear_dtype"     # options that may be nested in "params"
+             "scale_input", *BY_ROW, "weight_codebook"}
+SCALES = {"weight_scale", "weight_scale_2", "pre_quant_scale", "scale_weight", *BY_ROW, "weight_codebook"}
+# options that may be nested in "params"
+IN_PARAMS = "convrot", "convrot_groupsize", "linear_dtype", "group_size"
 OLD_NAMES = {"weight_scale": "scale_weight", "input_scale": "scale_input"}
 ROTATIONS = (4, 16, 64, 256, 1024)         # group sizes of ConvRot's rotation, in columns
 W4A4_COLUMNS = 64                          # columns of a block in its matrix multiplications
+ROTATING = "convrot_w4a4", "asym_w4a8_int8"                    # formats that are always rotated
+MIN_GROUP = 4                              # columns that share a relative scale
+LEVELS = 16                                # of a 4-bit number, in a codebook
 # suffixes of tensor names -> unsupported quantisation methods that use them
 UNKNOWN = {".weight_scale_inv": "scales of tiles", ".absmax": "bitsandbytes", ".quant_map": "bitsandbytes",
            ".qzeros": "GPTQ or AWQ", ".qweight": "GPTQ or AWQ"}
@@ -79,7 +89,8 @@ class Layer:
     shape: of the matrix. auxiliary: {auxiliary tensor, such as "weight_scale": its name in the file}. num_scales: of
     the rows: 1 or the number of rows; 0: scales of blocks, or none. rotated: columns that ConvRot rotates together; 0:
     none. exact: whether matrix multiplications use the unpacked weight on any device, which ComfyUI ignores for formats
-    that round inputs everywhere. linear_dtype: of convrot_w4a4.
+    that round inputs everywhere. linear_dtype: of convrot_w4a4. group: columns that share a relative scale; 0: none.
+    relative: dtype of these scales.
     """
 
     format: str
@@ -89,6 +100,8 @@ class Layer:
     rotated: int = 0
     exact: bool = False
     linear_dtype: str = "int4"
+    group: int = 0
+    relative: torch.dtype = torch.float8_e4m3fn
 
     @property
     def how(self):
@@ -127,6 +140,9 @@ class Layer:
         shapes = {"weight_scale": ((num_rows if self.num_scales > 1 else 1, 1), torch.float32),
                   "weight_scale_2": ((1, 1), torch.float32), "input_scale": ((1, 1), torch.float32),
                   "pre_quant_scale": ((self.shape[1],), torch.float32)}
+        if self.group:
+            shapes |= {"weight_s_rel": ((num_rows, self.shape[1] // self.group), self.relative),
+                       "weight_s_channel": ((num_rows,), torch.float32), "weight_codebook": ((LEVELS,), torch.float32)}
         if self.how.block:
             shapes["weight_scale"] = (num_rows, self.shape[1] // self.how.block), torch.uint8
         return {name: shapes[name] for name in self.auxiliary}
@@ -144,7 +160,9 @@ class Layer:
                 from comfy_kitchen.float_utils import from_blocked
                 stored[name] = from_blocked(tensors[name].view(dtype), *shape).contiguous()
             else:
-                stored[name] = tensors[name].to(dtype).reshape(shape)
+                # float8 may be written as bytes
+                tensor = tensors[name].view(dtype) if tensors[name].dtype == torch.uint8 else tensors[name].to(dtype)
+                stored[name] = tensor.reshape(shape)
         return stored
 
 
@@ -231,19 +249,37 @@ def _layer(layer, options, shapes, dtypes, file_name):
     if how.block and shape[1] % how.block:
         raise _refusal(file_name, f"says that {weight} is {format_}, and its {shape[1]} columns are no whole number of "
                                   f"blocks of {how.block}")
+    group = _group(layer, how, options, shape, file_name)
     for name, there in auxiliary.items():
-        _check_scale(name, how, shape, (there, weight), (shapes[there], dtypes[there]), file_name)
+        _check_scale(name, how, shape, group, (there, weight), (shapes[there], dtypes[there]), file_name)
     linear_dtype = options.get("linear_dtype", "int4")
     if linear_dtype not in ("int4", "int8"):
         raise _refusal(file_name, f"says that {weight} is multiplied in {shown(linear_dtype)}, and xDiT knows "
                                   "int4 and int8")
-    return Layer(format_, shape, auxiliary, 0 if how.block else math.prod(shapes[auxiliary["weight_scale"]]), rotated,
-                 bool(options.get("full_precision_matrix_mult", False)), linear_dtype)
+    is_wide = group and dtypes[auxiliary["weight_s_rel"]] == "F32"
+    return Layer(format_, shape, auxiliary,
+                 0 if how.block or group else math.prod(shapes[auxiliary["weight_scale"]]), rotated,
+                 bool(options.get("full_precision_matrix_mult", False)), linear_dtype, group,
+                 torch.float32 if is_wide else torch.float8_e4m3fn)
+
+
+def _group(layer, how, options, shape, file_name):
+    """Columns of a layer that share a relative scale; 0: the format has none."""
+    if not how.group:
+        return 0
+    size = options.get("group_size", how.group)
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        size = int(size)                                       # as for convrot_groupsize
+    is_number = isinstance(size, int) and size >= MIN_GROUP
+    if not is_number or shape[1] % LEVELS or shape[1] % size or LEVELS % size and size % LEVELS:
+        raise _refusal(file_name, f"says that {shown(size)} columns of {layer}.weight share a scale, which has "
+                                  f"{shape[1]}. They must be 4, 8 or a multiple of 16, and go into them")
+    return size
 
 
 def _rotated(layer, format_, options, shape, file_name):
     """Columns that ConvRot rotates together; 0: no rotation."""
-    if format_ != "convrot_w4a4" and not (format_ == "int8_tensorwise" and options.get("convrot", False)):
+    if format_ not in ROTATING and not (format_ == "int8_tensorwise" and options.get("convrot", False)):
         return 0
     size = options.get("convrot_groupsize", 256)
     with contextlib.suppress(TypeError, ValueError, OverflowError):
@@ -254,14 +290,19 @@ def _rotated(layer, format_, options, shape, file_name):
     return size
 
 
-def _check_scale(name, how, shape, names, found, file_name):
-    """Reject a scale whose shape or type differs from the format's. shape: of the matrix. names: of the scale and the
-    weight in the file. found: (the scale's shape, its type)."""
+def _check_scale(name, how, shape, group, names, found, file_name):
+    """Reject a scale whose shape or type differs from the format's. shape: of the matrix. group: columns that share a
+    relative scale. names: of the scale and the weight in the file. found: (the scale's shape, its type)."""
     rows, columns = shape
     needs = (), (1,), (1, 1)
     needed, types = "one number", how.scales.get(name, FRACTIONS)
     if name == "pre_quant_scale":
         needs, needed = ((columns,),), f"{columns} numbers"
+    elif name == "weight_s_rel":
+        needs, needed = ((rows, columns // group),), f"{rows} x {columns // group}"
+    elif name in ("weight_s_channel", "weight_codebook"):
+        count = rows if name in BY_ROW else LEVELS
+        needs, needed, types = ((count,),), f"{count} numbers", ("F32",)
     elif name == "weight_scale" and how.block:
         padded = [-(-size // tile) * tile for size, tile in zip((rows, columns // how.block), TILE)]
         needs, needed = (tuple(padded), (math.prod(padded),)), f"{padded[0]} x {padded[1]}"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from . import gguf, quantise_on_load
-from .layer_formats import Layer
+from .layer_formats import BY_ROW, Layer
 
 # all other types are blocks, in uint8
 SCALED = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "INT8": torch.int8}
@@ -66,7 +66,7 @@ class Packed:
         if tensors is None:
             return {name: torch.empty(shape, dtype=dtype, device="meta")
                     for name, (shape, dtype) in self.auxiliary.items()}
-        return {name: self.take(tensor) if name == "weight_scale" and self.layer.num_scales != 1
+        return {name: self.take(tensor) if name in BY_ROW or name == "weight_scale" and self.layer.num_scales != 1
                 else tensor.view_as(tensor) for name, tensor in tensors.items()}
 
     @property

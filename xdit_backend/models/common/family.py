@@ -24,7 +24,7 @@ class ConfigRules:
 
 @dataclass(frozen=True)
 class SmallConfig:
-    """A small configuration of the family for tests and for the self-check of ComfyUI's classes.
+    """A small configuration of the family for tests and for comparisons with ComfyUI's classes.
 
     The keys of ComfyUI's class at this size are also used to convert the tensors of diffusers folders
     (nodes/bridge/model/diffusers_keys.py).
@@ -46,6 +46,8 @@ class SmallConfig:
     input_shapes: dict[str, Callable] = field(default_factory=dict)
     # (model) -> None: replaces modules whose size the class fixes with small ones
     thin: Callable = lambda model: None
+    # {name in ComfyUI's class: tensor} -> {name in a file: tensor}, where files have others
+    in_file: Callable = lambda tensors: tensors
     # class in comfy.supported_models whose detection assumes published widths; tests patch it for this size
     detected: str | None = None
     # further arguments with which ComfyUI's class has all tensors that a file may have
@@ -63,6 +65,49 @@ class Sampled:
     latent: dict = field(default_factory=dict)                 # attributes of the latent format to override
     memory: float = 1.0                    # ComfyUI's memory_usage_factor
     labels: str | None = None              # config argument with the number of classes, for class-conditional models
+
+
+@dataclass(frozen=True)
+class FolderRules:
+    """Differences of a diffusers folder from a single file of ComfyUI's or the publisher's."""
+
+    # config.json setting -> the tensor that expresses it in single files, by its presence or its length (Qwen-Image)
+    marker_tensors: dict[str, str] = field(default_factory=dict)
+    # subfolder with tensors of the model -> (name of a tensor there) -> ComfyUI's name, which begins with one of
+    # Family.text_prefixes, or None (Anima's text conditioner)
+    extra_parts: dict[str, Callable] = field(default_factory=dict)
+    # (checkpoints.diffusers_folder.Folder) -> its settings as the metadata of a single file, or None (LTX-Video)
+    metadata: Callable = lambda folder: None
+    arguments: tuple[str, ...] = ()        # config arguments that `metadata` has read
+    # path suffix of the linears that adapt_model has split (split_linear.py): a folder has them fused (Ovis)
+    split_linears: str = ""
+
+
+@dataclass(frozen=True)
+class Components:
+    """Latents with several components, such as video and audio (LTX-2)."""
+
+    # conditioning that holds a component after the first -> (the forward's output for it) -> the component. The forward
+    # then returns a tuple with one output for each component.
+    unpack: dict[str, Callable] = field(default_factory=dict)
+    # (latents, times, config, transformer_options) -> (first component, its timestep, {conditioning: tensor of this
+    # call only}). times: one for each component, or one for all.
+    split: Callable | None = None
+    # (config, shape of the first component, length of the second or None) -> {conditioning: shape} returned by split
+    shapes: Callable | None = None
+    # (prediction in the layout of split's first component) -> the prediction in ComfyUI's layout
+    first: Callable = lambda prediction: prediction
+    # keys of transformer_options that split reads, or nodes/bridge/compatibility/ltx_guidance.py
+    options: tuple[str, ...] = ()
+    # (latents, timestep, ComfyUI's arguments, transformer_options) -> (latents as the model takes them,
+    # transformer_options for split, function from the model's prediction to that for the given latents). ComfyUI's
+    # class does this outside the wrappers of its forward (MiniMax H3).
+    rescale: Callable = lambda latents, timestep, arguments, options: (latents, options, lambda found: found)
+
+    @property
+    def names(self):
+        """Conditioning that holds a component after the first, in order; (): latents have one component."""
+        return tuple(self.unpack)
 
 
 @dataclass(frozen=True)
@@ -120,12 +165,12 @@ class Family:
     # --- rejected models and settings ---
     # each (shapes) -> the reason why a file of this family cannot be run, or None
     refusals: tuple[Callable, ...] = ()
-    # tensor inside or outside the diffusion model -> the reason why a file with it cannot be run
-    refused_tensors: dict[str, str] = field(default_factory=dict)
     # parallel method that the family cannot use, such as "ring" -> the reason, phrased to follow "because"
     refused: dict[str, str] = field(default_factory=dict)
     # (conditioning of ComfyUI) -> the requested feature that the class does not implement, or None
     unsupported_arguments: Callable = lambda arguments: None
+    # (shape of a latent, config) -> None; raises ConfigError for a latent that the model has no positions for
+    check_size: Callable = lambda shape, config: None
     unsupported_dtypes: tuple[str, ...] = ()                   # compute dtypes in which activations overflow
 
     # --- numerics and construction ---
@@ -139,8 +184,6 @@ class Family:
     class_arguments: Callable = lambda config: config
     # ComfyUI's class computes tables in its constructor, and so cannot be built on the meta device (ACE-Step 1.5)
     computes_as_made: bool = False
-    # path suffix of the linears that adapt_model has split (split_linear.py): a diffusers folder has them fused (Ovis)
-    split_linears: str = ""
     keep_in_compute_dtype: tuple[str, ...] = ()                # modules, parameters that ComfyUI does not store smaller
     # (conditioning of ComfyUI) -> the RoPE options that ComfyUI's BaseModel of this family sets itself, or None
     # (LongCat)
@@ -153,6 +196,8 @@ class Family:
     # diffusion model (SDXL's v_pred)
     values: tuple[str, ...] = ()
     read_by_nodes: tuple[str, ...] = ()    # buffers whose values nodes of ComfyUI read from the MODEL (SeedVR2)
+    # modules of ComfyUI's class that nodes call themselves, by the ends of their paths, with the file's weights (Wan)
+    called_by_nodes: tuple[str, ...] = ()
     needed_values: tuple[str, ...] = ()    # those of `values` without which ComfyUI cannot build its model
     # prefixes of tensors with which ComfyUI processes the text once on the host, before LoRA hooks take effect (Anima)
     text_prefixes: tuple[str, ...] = ()
@@ -161,34 +206,10 @@ class Family:
     settings: dict[str, tuple] = field(default_factory=dict)
     # config arguments that ComfyUI infers from the tensors; they are not read from a folder's config.json
     config_from_tensors: tuple[str, ...] = ()
-    # config.json setting of a folder -> the tensor that expresses it in single files, by its presence or its length
-    # (Qwen-Image)
-    marker_tensors: dict[str, str] = field(default_factory=dict)
-    # subfolder of a diffusers folder with tensors of the model -> (name of a tensor there) -> ComfyUI's name, which
-    # begins with one of text_prefixes, or None (Anima's text conditioner)
-    extra_parts: dict[str, Callable] = field(default_factory=dict)
-    # (checkpoints.diffusers_folder.Folder) -> its settings as the metadata of a single file, or None (LTX-Video)
-    folder_metadata: Callable = lambda folder: None
-    folder_arguments: tuple[str, ...] = ()                     # config arguments that folder_metadata has read
+    folder: FolderRules = field(default_factory=FolderRules)   # what a diffusers folder has otherwise than a file
     sampled: Sampled | None = None         # for families that ComfyUI has no model of
 
-    # --- latents with several components, such as video and audio (LTX-2) ---
-    # conditioning that holds a component after the first -> (the forward's output for it) -> the component. The forward
-    # then returns a tuple with one output for each component.
-    components: dict[str, Callable] = field(default_factory=dict)
-    # (latents, times, config, transformer_options) -> (first component, its timestep, {conditioning: tensor of this
-    # call only}). times: one for each component, or one for all.
-    split_components: Callable | None = None
-    # (prediction in the layout of split_components' first component) -> the prediction in ComfyUI's layout
-    first_component: Callable = lambda prediction: prediction
-    # (config, shape of the first component, length of the second or None) -> {conditioning: shape} returned by
-    # split_components
-    call_shapes: Callable | None = None
-    options: tuple[str, ...] = ()          # keys of transformer_options that split_components reads
-    # (latents, timestep, ComfyUI's arguments, transformer_options) -> (latents as the model takes them,
-    # transformer_options for split_components, function from the model's prediction to that for the given latents).
-    # ComfyUI's class does this outside the wrappers of its forward (MiniMax H3).
-    rescale_components: Callable = lambda latents, timestep, arguments, options: (latents, options, lambda found: found)
+    components: Components = field(default_factory=Components)  # of a latent that has several
 
     # --- sizes, as functions of the config ---
     num_heads: Callable = lambda config: config["num_attention_heads"]     # None: a U-Net, whose tokens are not sharded
@@ -200,19 +221,15 @@ class Family:
 
     def with_split_linears(self, tensors):
         """Split the fused linears of a diffusers folder, {name: tensor}, that the model has as two."""
-        return split_tensors(tensors, self.split_linears)
+        return split_tensors(tensors, self.folder.split_linears)
 
     def taken_channels(self, config):
         """Channels of ComfyUI's input to its model: those of the latent, and those of images concatenated to it."""
         return self.latent.channels(self.in_channels(config))
 
-    def refuse(self, shapes, other_tensors=()):
-        """Return the reason why a file of this family cannot be run, or None. other_tensors: names outside the
-        diffusion model."""
-        return next((reason for refusal in self.refusals if (reason := refusal(shapes))),
-                    next((reason for name,
-                          reason in self.refused_tensors.items() if name in shapes or name in other_tensors),
-                         None))
+    def refuse(self, shapes):
+        """Return the reason why a file of this family cannot be run, or None."""
+        return next((reason for refusal in self.refusals if (reason := refusal(shapes))), None)
 
     def tensors(self, conditioning):
         """Convert the supported conditioning of ComfyUI to tensors, which is what workers receive.
@@ -258,22 +275,22 @@ class Family:
 
     def prediction(self, output, latent):
         """Convert the forward's output to the layout of the latent and ComfyUI's sign."""
-        prediction = self.latent.unpack(output[0] if self.components else output, latent)
+        prediction = self.latent.unpack(output[0] if self.components.names else output, latent)
         return prediction if self.sign == 1 else prediction * self.sign
 
     def component_predictions(self, output):
         """Convert the forward's output for the latent's components after the first: {name: prediction shaped like
         the component}."""
+        if not self.components.names:
+            return {}
         return {name: unpack(tokens) * self.sign
-                for (name, unpack), tokens in zip(self.components.items(), output[1:])} if self.components else {}
+                for (name, unpack), tokens in zip(self.components.unpack.items(), output[1:])}
 
     def token_counts(self, shape, conditioning, patch=None):
         """Count the tokens of every stream: {"image": ..., "text": ...}.
 
         shape: of the latent or the patch. conditioning: of a full forward.
         """
-        if self.is_unet:
-            return {"image": self.latent.num_tokens(shape)}
         full = [patch.whole if patch is not None and dim == patch.dim else length for dim, length in enumerate(shape)]
         streams, lengths = self.plan.stream_names, {
             "text": lambda conditioning: conditioning["context"].shape[1],
@@ -284,7 +301,7 @@ class Family:
     def tokens_a_row(self, shape):
         """Smallest number of consecutive tokens that stay on one rank: a row of tokens for plans that need full
         rows, else 1."""
-        return self.latent.counts(shape)[-1] if not self.is_unet and self.plan.row_count_argument else 1
+        return self.latent.counts(shape)[-1] if self.plan.row_count_argument else 1
 
     def stream_width(self, config, streams, block):
         """Width of a token of these streams, which are joined in one tensor that the block with this index returns."""
@@ -301,18 +318,7 @@ class Family:
         A key is a list of ComfyUI's ControlNet output and the block's number in it: "output.3". Returns {} if ComfyUI's
         model takes no ControlNet.
         """
-        if self.is_replicated:
-            return {f"input.{number}": (channels, None, None)
-                    for number, channels in enumerate(self.plan.control(config))}
-        if self.is_unet:
-            skips = [(channels, *(-(-length // 2 ** level) for length in shape[2:]))
-                     for channels, level in self.plan.skips(config)]
-            return {f"{name}.{number}": skip for name in ("input", "output")
-                    for number, skip in enumerate(skips)} | {"middle.0": skips[-1]}
-        tokens = self.latent.num_tokens(shape), self.width(config)
-        skips = self.plan.skips(self.num_blocks(config))
-        return {f"{list_.control}.{number}": tokens for list_ in self.blocks if list_.control
-                for number in (sorted(skips.values()) if skips else range(config[list_.count]))}
+        return self.plan.control_shapes(self, config, shape)
 
     def patch_size(self, config):
         """Latent pixels of a token along each dim."""
@@ -324,25 +330,9 @@ class Family:
         return ":" in self.transformer
 
     @property
-    def is_unet(self):
-        """Whether the model is a U-Net, which has no lists of blocks that tokens pass from end to end."""
-        return isinstance(self.plan, UNetPlan | ReplicatedPlan)
-
-    @property
-    def is_replicated(self):
-        """Whether each rank runs the full network, without splitting its tokens or weights."""
-        return isinstance(self.plan, ReplicatedPlan)
-
-    @property
-    def takes_unet_patches(self):
-        """Whether ComfyUI's model applies the model patches that nodes make for U-Nets."""
-        return isinstance(self.plan, UNetPlan)
-
-    @property
     def takes_controlnets(self):
         """Whether ComfyUI's model adds the output of a ControlNet."""
-        return (bool(self.plan.control(self.test_config.config)) if self.is_replicated
-                else self.is_unet or any(list_.control for list_ in self.blocks))
+        return self.plan.takes_controlnets(self.test_config.config)
 
     @property
     def has_frames_as_batch(self):
@@ -352,7 +342,7 @@ class Family:
     @property
     def blocks(self):
         """The plan's block lists; () for a U-Net."""
-        return () if self.is_unet else self.plan.blocks
+        return self.plan.blocks
 
     def num_blocks(self, config):
         return sum(config[list_.count] for list_ in self.blocks)

@@ -40,6 +40,19 @@ def convert(tensors, config):
     return found
 
 
+def in_file(tensors, prefix=PREFIX):
+    """The inverse of `convert`: tensors of ComfyUI's class as a file has them."""
+    found, width = {}, tensors["pixel_embedder.proj.weight"].shape[0]
+    for name, tensor in tensors.items():
+        if ".adaLN_modulation_mlp." in name:
+            continue
+        if ".adaLN_modulation_msa." in name:
+            kinds = [each.unflatten(0, (-1, 3, width)) for each in (tensor, tensors[name.replace("_msa.", "_mlp.")])]
+            name, tensor = name.replace("_msa.", ".0."), torch.cat(kinds, 1).flatten(0, 2)
+        found[prefix + name] = tensor
+    return found
+
+
 def adapt_model(model, config):
     """Carry pixels with their patch's token: a token of the second block list is the patch's token of the first,
     followed by its pixels, (B, T, hidden + C * P). Blocks receive the indices of their tokens in the full image."""

@@ -3,6 +3,10 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import ClassVar
+
+from .tp_plan import Fused
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,14 @@ class ModelPlan:
     by every family, `tokens` and `positions` by every family with position embeddings; a comment names an example of
     the others.
     """
+
+    hooks: ClassVar = "transformer"        # key in hooks.install.HOOKS
+    is_unet: ClassVar = False              # a U-shaped network, without lists of blocks that tokens pass end to end
+    takes_unet_patches: ClassVar = False   # ComfyUI's model applies the model patches that nodes make for U-Nets
+    methods: ClassVar = ("cfg", "data", "ulysses", "ring", "tensor")           # to suggest in place of others
+    # (config) -> number of image sizes, each half the one before; None: all blocks have the same tokens
+    num_levels: ClassVar = None
+    nested_lists: ClassVar = ()            # attributes of the model that are lists of lists of blocks
 
     # --- blocks, streams and attention ---
     blocks: tuple[BlockList, ...]
@@ -130,7 +142,8 @@ class ModelPlan:
     graph_breaks: tuple[str, ...] = ()
 
     # --- weights and tensor parallelism ---
-    unsplit: tuple[str, ...] = ()          # paths of linears in blocks that tensor parallelism replicates
+    # pattern of a linear's path in a block -> style, in addition to DEFAULT_TP_PLAN and before it (tp_plan.py)
+    tp_plan: dict[str, str | Fused] = field(default_factory=dict)
     of_heads: tuple[str, ...] = ()         # attention arguments with heads in their last dim, or dim 1 of four
     # block lists that are not in `blocks` and no pipeline stage runs; tensor parallelism splits them too (Z-Image)
     unstaged_blocks: tuple[str, ...] = ()
@@ -144,6 +157,10 @@ class ModelPlan:
     # (norm, attention) of a block to whose result ComfyUI's InfiniteTalk adds audio attention: the norm that receives
     # the hidden states before the text cross-attention, and that cross-attention (Wan). (): not supported.
     audio_attention: tuple[str, ...] = ()
+    # attention of a block to the text, with diffusers' names to_k, norm_k and to_v, whose first call attends to the
+    # text alone, or that has a function changed_text(query, out) for it: Normalized Attention Guidance changes the
+    # output (Wan). "": not supported.
+    text_attention: str = ""
 
     @property
     def lists(self):
@@ -159,6 +176,30 @@ class ModelPlan:
                                              returns=tuple(unit(stream) for stream in list_.returns)))
         return tuple(lists)
 
+    def is_outside(self, name):
+        """Whether a tensor is of no block of the lists, or used outside of it too."""
+        return name.startswith(self.shared_parameters)
+
+    def has_one_output_a_skip(self, num_blocks):
+        """Whether a ControlNet needs one output for each skip connection."""
+        return bool(self.skips(num_blocks))
+
+    def takes_controlnets(self, config):
+        """Whether ComfyUI's model adds the output of a ControlNet."""
+        return any(list_.control for list_ in self.blocks)
+
+    def control_shapes(self, family, config, shape):
+        """See Family.control_shapes."""
+        tokens = family.latent.num_tokens(shape), family.width(config)
+        skips = self.skips(family.num_blocks(config))
+        return {f"{list_.control}.{number}": tokens for list_ in self.blocks if list_.control
+                for number in (sorted(skips.values()) if skips else range(config[list_.count]))}
+
+    def patched_blocks(self, config, kind):
+        """Names of the blocks that ComfyUI's patches of a kind ("dit", "attn1") can replace."""
+        return {f"{list_.patched}_block.{number}" for list_ in self.blocks if list_.patched and kind == "dit"
+                for number in range(config[list_.count])}
+
     @property
     def stream_names(self):
         """All streams of the model, e.g. {"image", "text"}."""
@@ -166,23 +207,67 @@ class ModelPlan:
                 for name in streams}
 
 
+class UShapedPlan:
+    """Interface of UNetPlan and ReplicatedPlan in common with ModelPlan: networks without lists of blocks that tokens
+    pass from end to end."""
+
+    is_unet = True
+    takes_unet_patches = False
+    methods = "cfg", "data", "displaced"
+    blocks = lists = nested_lists = unstaged_blocks = audio_attention = ()
+    stream_names = frozenset(("image",))
+    cross_attention = positions = cacheable = cacheable_outside = MappingProxyType({})
+    row_count_argument = None
+
+    def is_outside(self, name):
+        """See ModelPlan.is_outside."""
+        return True
+
+    def has_one_output_a_skip(self, num_blocks):
+        """See ModelPlan.has_one_output_a_skip."""
+        return False
+
+
 @dataclass(frozen=True)
-class UNetPlan:
-    """Structure of a U-Net, which mixes the rows of its images in convolutions, norms and self-attention, and has no
-    lists of blocks that tokens pass from end to end."""
+class UNetPlan(UShapedPlan):
+    """Structure of a U-Net, which mixes the rows of its images in convolutions, norms and self-attention."""
+
+    hooks: ClassVar = "unet"
+    takes_unet_patches: ClassVar = True
+    takes_output_patches: ClassVar = True
+    cached_references: ClassVar = None
 
     first: str                             # the convolution that reads the latent
     num_levels: Callable                   # (config) -> number of image sizes, each half the one before
     skips: Callable                        # (config) -> [(channels, level)] of the skips, in the encoder's order
 
+    def takes_controlnets(self, config):
+        """See ModelPlan.takes_controlnets."""
+        return True
+
+    def control_shapes(self, family, config, shape):
+        """See Family.control_shapes."""
+        skips = [(channels, *(-(-length // 2 ** level) for length in shape[2:]))
+                 for channels, level in self.skips(config)]
+        return {f"{name}.{number}": skip for name in ("input", "output")
+                for number, skip in enumerate(skips)} | {"middle.0": skips[-1]}
+
+    def patched_blocks(self, config, kind):
+        """See ModelPlan.patched_blocks."""
+        depths = config["transformer_layers_per_block"]
+        return {"middle.0", *(f"middle.0.{number}" for number in range(depths[-1]))} if kind == "attn1" else set()
+
 
 @dataclass(frozen=True)
-class ReplicatedPlan:
+class ReplicatedPlan(UShapedPlan):
     """Structure of a U-shaped network of ComfyUI's that each rank runs in full: only images and branches are split
     across ranks (Stable Cascade). Its `down_blocks` and `up_blocks` are lists of lists of blocks, in execution order.
 
     The last four fields are as in ModelPlan.
     """
+
+    hooks: ClassVar = "replicated"
+    nested_lists: ClassVar = ("down_blocks", "up_blocks")
 
     num_levels: Callable                   # (config) -> number of image sizes, each half the one before
     # (config) -> [channels] of the entries that the forward takes from a ControlNet's list "input", in order; each is
@@ -192,3 +277,15 @@ class ReplicatedPlan:
     cached_references: str | None = None
     lllite_targets: dict[str, str] = field(default_factory=dict)
     rereads_latent: bool = False
+
+    def takes_controlnets(self, config):
+        """See ModelPlan.takes_controlnets."""
+        return bool(self.control(config))
+
+    def control_shapes(self, family, config, shape):
+        """See Family.control_shapes."""
+        return {f"input.{number}": (channels, None, None) for number, channels in enumerate(self.control(config))}
+
+    def patched_blocks(self, config, kind):
+        """See ModelPlan.patched_blocks."""
+        return set()

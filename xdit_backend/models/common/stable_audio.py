@@ -7,6 +7,7 @@ from .inputs import PaddedByModel
 from .key_mapping import table
 from .plan import BlockList, ModelPlan, TokenArgument
 from .position_slicing import Cut
+from .tp_plan import COLWISE, ROWWISE, Fused, into, parent_of
 
 LATENT, ALL = PaddedByModel((1,)), ("front", "image")
 NATIVE, LAYER = "comfy.ldm.audio.dit:AudioDiffusionTransformer", "transformer.layers.0."
@@ -43,8 +44,20 @@ def adapt_model(model, config):
     rotary.inv_freq = (10000.0 ** -steps).to(rotary.inv_freq.dtype)
 
 
+def _fused(plain, differential):
+    """Fused layers of an attention. differential: number of them if it subtracts an attention with queries and keys of
+    its own."""
+    def split(block, path, linear):
+        count = differential if getattr(parent_of(block, path), "differential", False) else plain
+        return (linear.out_features // count,) * count
+    return Fused(COLWISE, split)
+
+
+TP_PLAN = {"*_attn.to_q": _fused(1, 2), "*_attn.to_kv": _fused(2, 3), "*_attn.to_qkv": _fused(3, 5),
+           "ff.ff.0.proj": into("ff.0.proj", "ff.2"), "ff.ff.2": ROWWISE}
 PLAN = ModelPlan(
     blocks=(BlockList("transformer.layers", "transformer.layers.", "depth", returns=(ALL,), patched="double"),),
     streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"rotary_pos_emb": (TokenArgument(0, ALL), None)},
     positions={"transformer.rotary_pos_emb.forward_from_seq_len": positions},
+    tp_plan=TP_PLAN,
     cacheable={"cross_attn.to_kv": "run"}, cacheable_outside={"to_cond_embed": "run", "to_global_embed": "run"})

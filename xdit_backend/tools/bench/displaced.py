@@ -25,7 +25,7 @@ from ...demo_model.export import unet_tensors
 from ...host.calls import Call, ForwardPass
 from ...host.client import Client
 from ...protocol.errors import ConfigError
-from ...protocol.specs import Layout
+from ...protocol.specs import ForwardOptions, Layout
 from .worker_groups import count_cuda, start_clients
 
 TEXT_WIDTH = 768
@@ -123,8 +123,9 @@ def find_ways(spec, size, together, apart, options):
     def displaced(stale, extrapolation):
         for _ in range(options.calls):
             requested = dataclasses.replace(call, timestep=call.timestep - next(times) % 100,
-                                            conditioning=own[extrapolation])
-            forward = ForwardPass(keep=True, stale=stale, extrapolation=extrapolation)
+                                            conditioning=own[extrapolation],
+                                            options=ForwardOptions(extrapolation=extrapolation))
+            forward = ForwardPass(keep=True, stale=stale)
             together.wait([together.submit(spec, layout, 4, [requested], forward, run="bench")])
 
     def alone(client):

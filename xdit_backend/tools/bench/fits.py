@@ -11,20 +11,10 @@ from ...checkpoints.model_dims import job_of, unet_run_memory
 from ...checkpoints.quantisation.quantise_on_load import TYPES, is_installed
 from ...checkpoints.tensor_sharding import resident_bytes
 from ...config import ParallelConfig
-from ...planner.descriptions import describe_layout, describe_weights
+from ...planner.descriptions import describe_weights
 from ...planner.layout_search import Machine
-from ...planner.memory_check import (
-    DeviceMemory,
-    Hints,
-    Latents,
-    check_memory,
-    rank_memory_budget,
-    ranks_hold,
-    weights_memory_in,
-)
-from ...planner.memory_model import rank_memory
-from ...planner.more_devices import placement_that_fits
-from ...planner.planner import USUAL_JOB, degrees_of, memory_settings, plan_run
+from ...planner.memory_fit import GroupMemory, Latents
+from ...planner.planner import USUAL_JOB, degrees_of, plan_run
 from ...protocol.errors import ConfigError
 from ...protocol.specs import Layout
 from ..dry_run.simulated_rank import outline, world_size_of
@@ -83,20 +73,22 @@ class Fit:
     def degrees(self):
         return degrees_of(self.layout, self.config, self.stages)
 
-    @property
-    def settings(self):
-        return memory_settings(self.config, self.stages)
-
-    @property
-    def names(self):
-        return [f"cuda:{index}" for index in range(self.degrees.devices)]
-
-    @property
-    def device_bytes(self):
-        return [device.memory_bytes for device in self.machine.devices[:self.degrees.devices]]
+    @functools.cached_property
+    def memory(self):
+        """The GroupMemory of the ranks."""
+        subject, num_devices = self.subject, self.degrees.devices
+        family = subject.checkpoint.family
+        of_unet = functools.partial(unet_run_memory, family, subject.model, dtype=getattr(torch, subject.compute))
+        return GroupMemory(self.config, self.stages, subject.dims, family.refused,
+                           [f"cuda:{index}" for index in range(num_devices)],
+                           [device.memory_bytes for device in self.machine.devices[:num_devices]],
+                           functools.partial(subject.plan_of, self.layout.tensor_degree), of_unet)
 
     def job(self, images, sizes):
+        """The Job of a run; None for a U-Net."""
         subject, shape = self.subject, self.subject.run.shape
+        if subject.dims is None:
+            return None
         conditioning = {name: torch.empty(size, device="meta") for name, size in
                         (subject.run.conditioning | subject.run.call_conditioning).items()}
         return job_of(subject.checkpoint.family, subject.dims, (images, shape[1], *sizes), conditioning,
@@ -104,12 +96,9 @@ class Fit:
 
     def needed(self, images, sizes, settings=None):
         """Memory of the fullest rank."""
-        subject, degrees, settings = self.subject, self.degrees, settings or self.settings
-        if subject.dims is not None:
-            return rank_memory(subject.dims, self.job(images, sizes), degrees, settings)
-        return unet_run_memory(subject.checkpoint.family, subject.model, sizes, (images, subject.run.branches), degrees,
-                               getattr(torch, subject.compute), cached_steps=settings.cached_steps,
-                               num_tokens=subject.run.conditioning.get("context", (0, 0))[1])
+        run, settings = self.subject.run, settings or self.memory.settings()
+        return self.memory.run_memory(self.job(images, sizes), (images, run.branches), sizes, self.degrees, settings,
+                                      num_tokens=run.conditioning.get("context", (0, 0))[1])
 
     @property
     def run_bytes(self):
@@ -125,28 +114,21 @@ class Fit:
         if self.subject.dims is None:
             return self.run_bytes
         job = dataclasses.replace(USUAL_JOB, tokens=self.job(images, sizes).tokens, branches=2, images=images)
-        layout = self.subject.layout_in(self.config, self.placement, self.names, 2)
-        memory = rank_memory(self.subject.dims, job, degrees_of(layout, self.config, self.stages), self.settings)
+        layout = self.subject.layout_in(self.config, self.placement, self.memory.devices, 2)
+        degrees = degrees_of(layout, self.config, self.stages)
+        memory = self.memory.run_memory(job, (images, 2), sizes, degrees, self.memory.settings())
         return memory.keys_values + memory.activations
 
     @functools.cached_property
     def weights_memory(self):
         """The node's ModelSpec.weights_memory."""
         configured = self.config.weights_memory_bytes
-        if configured is not None:
-            return configured
-        return weights_memory_in(rank_memory_budget(self.names, self.device_bytes) - self.requested_bytes,
-                                 lambda budget_bytes: max(self._hold(budget_bytes)[0]))
-
-    def _hold(self, budget_bytes):
-        subject = self.subject
-        return ranks_hold(functools.partial(subject.plan_of, self.layout.tensor_degree), subject.dims, self.stages,
-                          self.device_bytes, budget_bytes)
+        return self.memory.weights_memory(self.requested_bytes) if configured is None else configured
 
     @functools.cached_property
     def hold(self):
         """([bytes of each rank's resident weights], [bytes of its offloaded weights])."""
-        return self._hold(self.weights_memory or math.inf)
+        return self.memory.resident(self.weights_memory or math.inf)
 
     @property
     def weights(self):
@@ -182,18 +164,13 @@ class Fit:
 
     def answer(self):
         """"fits" with the bytes of the fullest rank, or the error."""
-        subject, settings, shape = self.subject, self.settings, self.subject.run.shape
-        family, smallest = subject.checkpoint.family, min(self.device_bytes)
-        without_estimate = functools.partial(self.needed, settings=dataclasses.replace(settings, cached_steps=1))
-        hints = Hints(
-            placement_that_fits(self.config, subject.dims, family.refused,
-                             None if subject.dims is None else self.job(shape[0], shape[2:]), smallest),
-            lambda: _lighter(subject, self.all_bytes, self.weights),
-            {"forecast_keys_values 0": without_estimate} if settings.cached_steps > 1 else {})
+        subject, memory, shape = self.subject, self.memory, self.subject.run.shape
+        family, smallest, images, sizes = subject.checkpoint.family, min(memory.device_bytes), shape[0], shape[2:]
+        hints = memory.run_hints(self.needed, memory.settings(), self.job(images, sizes),
+                                 lambda: _lighter(subject, self.all_bytes, self.weights))
         try:
-            check_memory(f"this run ({describe_layout(self.layout)})",
-                         DeviceMemory(self.names, self.device_bytes, self.weights), hints,
-                         Latents(self.needed, shape[0], shape[2:], family.pixels(subject.checkpoint.config)[1:]))
+            memory.check_run(self.layout, self.weights, Latents(
+                self.needed, images, sizes, family.pixels(subject.checkpoint.config)[1:]), hints)
         except ConfigError as error:
             return str(error)
         text = f"fits: {(max(self.weights) + self.run_bytes) / 1e9:.3g} GB of {smallest / 1e9:.3g}"

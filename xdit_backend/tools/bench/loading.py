@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from ... import system
 from ...checkpoints.checkpoint import open_checkpoint
 from ...checkpoints.loader import load_transformer
 from ...memory.staging import CHUNK_BYTES
@@ -99,7 +100,7 @@ def let_go(path):
     gc.collect()
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        system.drop_from_cache(file, 0, 0)
 
 
 def flux_shapes(depth):

@@ -64,7 +64,7 @@ def main(options):
     job_shape = _checked(options)
     header = open_checkpoint(options.model)
     family = header.family
-    if family.is_unet:
+    if not family.blocks:
         raise ConfigError(f"Name a diffusion transformer: {family.title} are U-Nets, for which auto splits only "
                           f"guidance branches and the images of a batch, without estimates.")
     if options.for_speed and "pipefusion" in family.refused:

@@ -105,7 +105,7 @@ def settings(options):
     family = header.family
     dtypes = ("float32", "float32")
     one_spec = header.spec(*dtypes)
-    staged = None if family.is_unet else header.spec(*dtypes, Stages(2, 1))
+    staged = header.spec(*dtypes, Stages(2, 1)) if family.blocks else None
     shape = (1, CHANNELS, SIDE, SIDE)
 
     def run(spec, method):
@@ -135,8 +135,8 @@ def settings(options):
     for degree, warmup_steps, mode, extrapolation in itertools.product(
         options.displaced, options.warmup_steps, options.displaced_modes,
                                                                   options.extrapolation):
-        if (family.is_unet and cut_bands(SIDE, degree,
-                                         2 ** (family.plan.num_levels(family.config(header.shapes)) - 1)) is None):
+        levels = family.plan.num_levels
+        if levels is not None and cut_bands(SIDE, degree, 2 ** (levels(family.config(header.shapes)) - 1)) is None:
             raise ConfigError(f"Use a --displaced below {degree}: the {SIDE} latent rows of {options.model.name} "
                               f"cannot be split that far.")
         name = (f"displaced, N={degree}, W={warmup_steps}" + (f", {mode}" if len(options.displaced_modes) > 1 else "")
@@ -148,7 +148,8 @@ def settings(options):
 
 def exchanging(run, exchange):
     """run(client, call, sigmas) with this communication dtype of attention's tensors."""
-    return lambda client, call, sigmas: run(client, dataclasses.replace(call, exchange=exchange), sigmas)
+    return lambda client, call, sigmas: run(client, dataclasses.replace(
+        call, options=dataclasses.replace(call.options, exchange=exchange)), sigmas)
 
 
 def naive(run, num_patches):
@@ -193,7 +194,7 @@ def noise_of(numbers):
 def conditioning_of(family, prompts):
     """A family's conditioning of the prompts, followed by as many empty prompts, for classifier-free guidance."""
     context, pooled = load_text_encoder().encode([*prompts, *[""] * len(prompts)])
-    tensors = {"context": unet_context(context) if family.is_unet else context, "y": pooled}
+    tensors = {"context": context if family.blocks else unet_context(context), "y": pooled}
     return {name: tensors[name] for name in tensors if name in family.conditioning}
 
 

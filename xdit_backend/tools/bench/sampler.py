@@ -115,6 +115,7 @@ class Method:
 
 def sample(client, model, call, sampling, method):
     """Sample from the call's latent down the sigmas; returns the latent."""
+    call = dataclasses.replace(call, options=dataclasses.replace(call.options, extrapolation=method.extrapolation))
     x, before = _synchronous_steps(client, model, call, sampling, method)
     if not method.patches or method.num_synchronous(sampling.num_steps) == sampling.num_steps:
         return x
@@ -130,8 +131,7 @@ def _synchronous_steps(client, model, call, sampling, method):
     for step in range(method.num_synchronous(sampling.num_steps)):
         requested = sampling.call(call, x, step, model.time_scale)
         forward = ForwardPass(keep=displaced or method.patches is not None, by_image=method.by_image,
-                              extrapolation=method.extrapolation, stale=displaced and step >= num_synchronous,
-                              displaced_mode=method.displaced_mode)
+                              stale=displaced and step >= num_synchronous, displaced_mode=method.displaced_mode)
         handle = client.submit(model.spec, layout, model.num_channels, [requested], forward)
         x, before = sampling.stepped(x, step, client.wait([handle])[1][0], before, sampling.noise(x, step))
     return x, before
@@ -148,7 +148,7 @@ def _patched_steps(client, model, call, sampling, method, before):
     def submit(index):
         if steps[index] < num_steps:
             requested = sampling.call(call, latents[index], steps[index], model.time_scale)
-            forward = ForwardPass(patches[index][0], extrapolation=method.extrapolation)
+            forward = ForwardPass(patches[index][0])
             in_flight[client.submit(model.spec, method.layout, model.num_channels, [requested], forward)] = index
 
     for index in range(len(patches)):

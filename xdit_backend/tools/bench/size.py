@@ -93,8 +93,7 @@ def main(options):
     print(f"{'layout':<24} {'rank':>4} {'weights':>8} {'cached':>7} {'peak':>7} GiB {'TFLOP':>9} {'MiB sent':>9} "
           f"{'exchanges':>9} {'kernels':>8} {'GB moved':>9} {'s':>8}  bound by")
     answers, waits = [], {}
-    is_unet = subject.checkpoint.family.is_unet
-    usual = OF_UNETS if is_unet else LAYOUTS
+    usual = LAYOUTS if subject.checkpoint.family.blocks else OF_UNETS
     for name in options.layouts or (usual if options.machine is None else (AUTO, *usual)):
         layout = parse_layout(name) if name != AUTO else None
         try:
@@ -145,12 +144,12 @@ class Subject:
     def dims(self):
         """The ModelDims of the cost model; None for a U-Net."""
         family = self.checkpoint.family
-        return None if family.is_unet else dims_of(family, self.model, self.spec(), self.capabilities)
+        return dims_of(family, self.model, self.spec(), self.capabilities)
 
     def placement(self, config, devices):
         """The node's WeightPlacement over devices under a ParallelConfig."""
         family = self.checkpoint.family
-        if family.is_unet:
+        if self.dims is None:
             return EVERYWHERE
         return choose_placement(
             config, self.dims, Devices([device.memory_bytes for device in devices]),

@@ -9,7 +9,7 @@ from ...partition import cut_patches
 from ...planner.planner import choose_num_patches, warmup_layout
 from ...protocol import messages
 from ...protocol.shared_memory import Segment, dtype_name
-from ...protocol.specs import Branch, Layout, ModelSpec, WeightCopies
+from ...protocol.specs import Branch, ForwardOptions, Layout, ModelSpec, WeightCopies
 from ...worker.models import Loaded
 
 SIGMAS = 0.9, 0.8                          # of the two steps; keys and values are extrapolated between different ones
@@ -118,9 +118,10 @@ class Calls:
             shape[patch.dim] = rows
         branches = [self._branch(name, shape) for name in self.names]
         return messages.Predict(self._request(), self.spec.name, layout or self.layout, branches, patch,
-                                extrapolation=self.run.extrapolation if self.keeps else 0.0,
-                                compile_backend=self.compile_backend,
-                                copies=WeightCopies(is_shared=self.run.shards_weights), **fields)
+                                options=ForwardOptions(
+                                    compile_backend=self.compile_backend,
+                                    extrapolation=self.run.extrapolation if self.keeps else 0.0,
+                                    copies=WeightCopies(is_shared=self.run.shards_weights)), **fields)
 
     def _branch(self, name, shape):
         latent = self.memory.share(torch.zeros(shape, dtype=torch.float32))
@@ -130,7 +131,7 @@ class Calls:
         here = {key: self.memory.share(torch.ones(self.sized(size)))
                 for key, size in self.run.call_conditioning.items()}
         latents = {key: self.memory.share(torch.zeros(self.sized(self.run.call_conditioning[key])))
-                   for key in family.components or () if key in here}
+                   for key in family.components.names if key in here}
         residuals = family.control_shapes(config, shape) if self.run.has_control else {}
         control = {point: self.memory.share(torch.zeros(shape[0], *size)) for point, size in residuals.items()}
         return Branch(latent, timestep, name, written, control, call_conditioning=here, parts=latents)

@@ -33,9 +33,9 @@ def conditioning_shapes(family, config, shape, tokens):
             found[name] = (batch, config[width])
     if "guidance" in family.conditioning and config.get("guidance_embeds"):
         found["guidance"] = (batch,)
-    if not family.components:
+    if not family.components.names:
         return found, {}
-    return found, family.call_shapes(config, shape)
+    return found, family.components.shapes(config, shape)
 
 
 def _special(name, config, shape, width):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...checkpoints.build_transformer import build_empty
-from ...checkpoints.quantisation.layer_formats import FORMATS, Layer
+from ...checkpoints.quantisation.layer_formats import FORMATS, ROTATING, Layer
 from ...checkpoints.quantisation.quantised_weights import block_of
 from ...models import FAMILIES, wan_dancer, wan_s2v
 from ...models.common.family import Family
@@ -304,8 +304,8 @@ class Unwritten:
             return {}
         how = FORMATS[self.type_]
         layers = {name: Layer(self.type_, shape, {what: f"{name.removesuffix('weight')}{what}" for what in how.scales},
-                              0 if how.block else shape[0] if self.type_ == ROTATED else 1,
-                              COLUMNS_ROTATED if self.type_ == ROTATED else 0)
+                              0 if how.block or how.group else shape[0] if self.type_ == ROTATED else 1,
+                              COLUMNS_ROTATED if self.type_ in ROTATING else 0, group=how.group)
                   for name, (shape, linear) in self.tensors.items() if linear}
         return {name: layer for name, layer in layers.items() if layer.shape[1] % layer.block[0] == 0}
 

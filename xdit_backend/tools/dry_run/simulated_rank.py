@@ -17,9 +17,7 @@ from ...checkpoints.quantisation.quantised_weights import packed_weights, set_pa
 from ...checkpoints.tensor_sharding import block_bytes, block_sizes, narrow, resident_bytes, splits_of, storage_dtypes
 from ...config import refuse_methods, validate_layout
 from ...distributed.collectives import Traffic
-from ...hooks.replicated_unet import ReplicatedHooks
-from ...hooks.transformer import Hooks
-from ...hooks.unet import UNetHooks
+from ...hooks.install import install_hooks
 from ...memory.staging import StagingBuffers
 from ...partition import block_indices, split_stages, stage_blocks, stage_of
 from ...protocol.errors import UnsupportedError
@@ -168,8 +166,7 @@ def load(checkpoint, spec, model, packed, part, copies=CopiesInLine):
     first = []
     indices = block_indices(model, family.blocks)
     for name, tensor, dtype in storage_dtypes(model, family, spec):
-        is_outside = family.is_unet or name.startswith(family.plan.shared_parameters)
-        index = None if is_outside else indices.get(block_path(name))
+        index = None if family.plan.is_outside(name) else indices.get(block_path(name))
         if here is not None and index is not None and index not in here:
             continue                                           # in another stage: stays on the meta device
         own = splits[name].own(tensor, spec.tensor_degree, tensor_rank) if name in splits else tensor
@@ -195,9 +192,7 @@ def load(checkpoint, spec, model, packed, part, copies=CopiesInLine):
     if spec.storage_dtype != spec.compute_dtype:
         cast_at_use(model, getattr(torch, spec.compute_dtype), transformer.casts)
     unpack_at_use(model, packed, transformer.casts)
-    kind = ReplicatedHooks if family.is_replicated else UNetHooks
-    hooks = (kind(model, family.plan, transformer.offloaded) if family.is_unet
-             else Hooks(model, family.plan, splits, transformer.offloaded))
+    hooks = install_hooks(model, family.plan, splits=splits, offloaded=transformer.offloaded)
     return Loaded(transformer, hooks, getattr(torch, spec.compute_dtype), blocks)
 
 

@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.support.model_zoo import CONFIGS, FOLDERS, PIPELINES, beside, conditioning_of
+from tests.support.model_zoo import CONFIGS, FOLDERS, PIPELINES, beside
 from tests.support.ranks import run_ranks
 from tests.support.tiers import by_default
 from xdit_backend.checkpoints.build_transformer import build
@@ -30,6 +30,7 @@ from xdit_backend.hooks.transformer import Hooks
 from xdit_backend.memory.copy_thread import CopyThread
 from xdit_backend.memory.staging import StagingBuffers
 from xdit_backend.models import FAMILIES
+from xdit_backend.models.common.example_inputs import conditioning_of
 from xdit_backend.parallel.displaced_exchange import Exchange
 from xdit_backend.parallel.pipefusion import Link
 from xdit_backend.parallel.stale_kv_cache import KeyValues

@@ -16,7 +16,8 @@ from xdit_backend.checkpoints.loader import load_transformer
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE
 from xdit_backend.hooks.transformer import Hooks
-from xdit_backend.worker.memory import _status, return_freed_memory
+from xdit_backend.system import trim_heap
+from xdit_backend.worker.memory import _status
 from xdit_backend.worker.models import Loaded
 
 SIZES = {"num_attention_heads": 8, "attention_head_dim": 64, "axes_dims_rope": (16, 24, 24), "num_layers": 2,
@@ -43,7 +44,7 @@ def measured(rank, world_size, path, shares):
     spec = checkpoint.spec("float32", "float32")
     for share in (None, None, *shares):
         gc.collect()
-        return_freed_memory()
+        trim_heap()
         before, held = _status()["RssAnon"], [0]
         with highest() as most:
             budget = 0 if share is None else int(share * found[0][0])

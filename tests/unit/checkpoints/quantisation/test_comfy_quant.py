@@ -27,19 +27,21 @@ from xdit_backend.protocol.specs import Change, LowRank
 from xdit_backend.worker.weight_residency import Residency
 
 CPU = torch.device("cpu")
-ROUNDING = "int8_tensorwise", "int8_per_row", "int8_convrot", "convrot_w4a4", "mixed"      # inputs, on any device
+# inputs, on any device
+ROUNDING = "int8_tensorwise", "int8_per_row", "int8_convrot", "convrot_w4a4", "asym_w4a8_int8", "mixed"
 FORMATS, KINDS = [*WRITTEN, "mixed"], ("sd3", "flux", "wan", "pixart", "sdxl")
 # whose feed-forwards begin with two matrices, which MiniMax H3's files have as one
 HALVED = [*(("ovis-image", format_) for format_ in FORMATS), ("minimax-h3", "int8_convrot"),
           ("minimax-h3-curve", "int8_convrot"), ("minimax-h3", "nvfp4"), ("minimax-h3", "float8_e4m3fn")]
 DEFAULT = {("sd3", "mixed"), ("sd3", "nvfp4"), ("flux", "mxfp8"), ("flux", "int8_convrot"), ("wan", "convrot_w4a4"),
-           *HALVED}
-PACKED = "nvfp4", "convrot_w4a4", "mixed"  # two numbers a byte, by which ComfyUI does not recognise a U-Net
+           ("sd3", "asym_w4a8_int8"), *HALVED}
+# two numbers a byte, by which ComfyUI does not recognise a U-Net
+PACKED = "nvfp4", "convrot_w4a4", "asym_w4a8_int8", "mixed"
 WHOLE = [(kind, format_) for kind in KINDS for format_ in FORMATS
          if (kind != "sdxl" or format_ not in PACKED)
          and (kind == "sd3" or format_ in ("mixed", "int8_per_row") or (kind, format_) in DEFAULT)] + HALVED
 LAYERS = [(kind, format_) for kind, family in families().items() for format_ in FORMATS
-          if not (family.takes_unet_patches and format_ in PACKED)]
+          if not (family.plan.takes_unet_patches and format_ in PACKED)]
 
 
 def moved(seed):

@@ -18,7 +18,7 @@ from xdit_backend.checkpoints.quantisation import kitchen_layers
 from xdit_backend.checkpoints.quantisation.quantise_on_load import TYPES
 from xdit_backend.checkpoints.weight_deltas import change_weights
 from xdit_backend.protocol.shared_memory import SegmentStore
-from xdit_backend.protocol.specs import Change
+from xdit_backend.protocol.specs import Change, ForwardOptions
 
 
 @pytest.mark.parametrize("how", [*by_default(["scaled", "Q4_K"],
@@ -36,7 +36,7 @@ def test_compiled_blocks_hold_weights_as_they_are(file_of, tmp_path, how):
     def same(loaded):
         """The bits as they are, and as graphs; and how many graphs there are."""
         wanted = prediction(loaded)
-        assert torch.equal(prediction(loaded, compile_backend="eager"), wanted)
+        assert torch.equal(prediction(loaded, options=ForwardOptions(compile_backend="eager")), wanted)
         return wanted, counters["stats"]["unique_graphs"]
     try:
         with torch.inference_mode():
@@ -58,7 +58,7 @@ def test_compiled_blocks_hold_weights_as_they_are(file_of, tmp_path, how):
 
 
 # formats that any device multiplies as they are held
-MULTIPLIED = "int8_tensorwise", "int8_convrot", "convrot_w4a4"
+MULTIPLIED = "int8_tensorwise", "int8_convrot", "convrot_w4a4", "asym_w4a8_int8"
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def with_a_lora(file_of, tmp_path):
         def predicted(has_lora, backend=""):
             terms = (rows,) if has_lora else ()
             change_weights(loaded.transformer, {QKV: Change(None, terms, "float32", "float32")})
-            return prediction(loaded, compile_backend=backend)
+            return prediction(loaded, options=ForwardOptions(compile_backend=backend))
         return predicted
     with torch.inference_mode():
         yield of

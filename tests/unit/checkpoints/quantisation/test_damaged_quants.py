@@ -9,14 +9,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.support.comfy_quants import HAS_MXFP8, WRITTEN, save_comfy_quant
+from tests.support.comfy_quants import HAS_MXFP8, NEWER, WRITTEN, save_comfy_quant
 from tests.support.tiers import by_default
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loader import load_transformer
 from xdit_backend.checkpoints.quantisation.quantised_weights import packed_weights
 from xdit_backend.protocol.errors import CheckpointError
 
-FORMATS = [format_ for format_ in WRITTEN if format_ != "mxfp8" or HAS_MXFP8]
+FORMATS = [format_ for format_ in WRITTEN if format_ not in NEWER and (format_ != "mxfp8" or HAS_MXFP8)]
 BLOCKS, ROTATED = ("nvfp4", "mxfp8"), ("int8_convrot", "convrot_w4a4")
 SCALED = [format_ for format_ in FORMATS if format_ != "convrot_w4a4"]
 
@@ -79,6 +79,21 @@ FAULTS = {
                                                       and format_ != "mxfp8"], "Download .* again"),
     "a weight that is plain": (plain_weight, FORMATS, "Use the bf16, .*and it is BF16"),
     "rows that are cut off": (cut_rows, FORMATS, "Use the bf16,|Download")}
+if "asym_w4a8_int8" in WRITTEN:
+    GROUPED = ["asym_w4a8_int8"]
+    FAULTS |= {
+        "no relative scale": (lambda tensors, layer: tensors.pop(f"{layer}.weight_s_rel"), GROUPED,
+                              "Download .*it lacks"),
+        "no scale of rows": (lambda tensors, layer: tensors.pop(f"{layer}.weight_s_channel"), GROUPED,
+                             "Download .*it lacks"),
+        "another group": (lambda tensors, layer: said(tensors, layer, group_size=32), GROUPED,
+                          "Use the bf16, .*xDiT reads"),
+        "a group of no kind": (lambda tensors, layer: said(tensors, layer, group_size=5), GROUPED,
+                               "Use the bf16, .*5 columns of .* share a scale"),
+        "another rotation of groups": (lambda tensors, layer: said(tensors, layer, convrot_groupsize=48), GROUPED,
+                                       "Use the bf16, .*rotates 48 columns"),
+        "a short codebook": (lambda tensors, layer: tensors.update({f"{layer}.weight_codebook": torch.zeros(8)}),
+                             GROUPED, "Use the bf16, .*xDiT reads 16 numbers")}
 DRAWN = [(fault, seed) for seed in range(3) for fault in FAULTS]
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._pytree import tree_map
 
-from tests.support.model_zoo import as_comfyui, conditioning_of, example
+from tests.support.model_zoo import example
 from tests.support.tiers import FEW_FAMILIES
 from tests.support.tiny_checkpoints import VARIANTS, families
 from tests.support.tolerances import close, relative_error, within
@@ -20,10 +20,9 @@ from xdit_backend.checkpoints.loader import load_transformer
 from xdit_backend.checkpoints.tensor_sharding import block_bytes, resident_bytes
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE
-from xdit_backend.hooks.replicated_unet import ReplicatedHooks
-from xdit_backend.hooks.transformer import Hooks
-from xdit_backend.hooks.unet import UNetHooks
+from xdit_backend.hooks.install import install_hooks
 from xdit_backend.models import FAMILIES
+from xdit_backend.models.common.example_inputs import as_comfyui, conditioning_of, options_of
 from xdit_backend.protocol.specs import ModelSpec
 from xdit_backend.worker.models import Loaded
 
@@ -67,30 +66,20 @@ def ours(path, family, storage, compute="float32", quantisation=""):
     model, config = transformer.model, transformer.config
     assert sum(t.numel() * t.element_size()
                for t in (*model.parameters(), *model.buffers())) == resident_bytes(model, family, spec)
-    hooks = ReplicatedHooks if family.is_replicated else UNetHooks if family.is_unet else Hooks
-    loaded = Loaded(transformer, hooks(model, family.plan), dtype, range(0))
+    loaded = Loaded(transformer, install_hooks(model, family.plan), dtype, range(0))
     latent, timestep, conditioning = requested(family, config)
     conditioning = rounded(conditioning, dtype)
-    if family.components:
-        latents = [family.first_component(latent), audio(family, config, latent).to(dtype)]
-        conditioning |= family.split_components(latents, timestep, config, {})[2]
+    if family.components.names:
+        latents = [family.components.first(latent), audio(family, config, latent).to(dtype)]
+        conditioning |= family.components.split(latents, timestep, config, {})[2]
     output, _ = loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent.to(dtype), timestep, conditioning))
-    return family.first_component(family.prediction(output, latent)).float()
+    return family.components.first(family.prediction(output, latent)).float()
 
 
 def audio(family, config, latent):
     """The second part of a latent."""
-    shape = family.call_shapes(config, latent.shape, AUDIO_LENGTH)[next(iter(family.components))]
+    shape = family.components.shapes(config, latent.shape, AUDIO_LENGTH)[family.components.names[0]]
     return torch.linspace(-1, 1, math.prod(shape)).view(shape)
-
-
-def options_of(family, conditioning):
-    """The transformer_options of one branch that ComfyUI's sampler and its BaseModel add on the way to its model."""
-    own = family.rope_options(conditioning)
-    options = {"cond_or_uncond": [0]} | ({"rope_options": own} if own else {})
-    if "sigma_after" in conditioning:                          # a schedule in which this step goes there
-        options |= {"sigmas": torch.tensor([0.9]), "sample_sigmas": torch.tensor([0.9, *conditioning["sigma_after"]])}
-    return options
 
 
 def native(path, family, storage, compute="float32"):
@@ -129,8 +118,8 @@ def native_prediction(model, path, family, compute="float32", changed=lambda lat
     if "frame_lasts" in given:                                 # which is how ComfyUI says it
         given["fps"] = 30 / given.pop("frame_lasts")
     given["transformer_options"] = options_of(family, given)
-    if family.components:
-        latents = [family.first_component(latent).to(dtype), audio(family, config, latent).to(dtype)]
+    if family.components.names:
+        latents = [family.components.first(latent).to(dtype), audio(family, config, latent).to(dtype)]
         times = timestep if family.name in ("MiniMax H3", "TripoSplat") else (timestep, timestep)
         return model.diffusion_model(latents, times, **given)[0].float()
     return model.diffusion_model(latent.to(dtype), timestep, **given).float()

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 
-from tests.support.model_zoo import ALIKE, unit
+from tests.support.model_zoo import ALIKE
 from xdit_backend.checkpoints.quantisation.layerwise_casting import add_at_use
 from xdit_backend.checkpoints.tensor_sharding import storage_dtypes, tensor_splits
 from xdit_backend.comfyui.install_location import comfyui_version, find_comfyui
 from xdit_backend.models import FAMILIES
+from xdit_backend.models.common.example_inputs import pixels_a_side
 from xdit_backend.models.common.family import Family
 from xdit_backend.partition import block_indices
 from xdit_backend.protocol.specs import Stages
@@ -31,7 +32,7 @@ UNETS = ("one", "cfg2", "displaced2")
 # Blocks of a published model that is not alike in all of them, None: all. Every fifth of VACE has one more, every fifth
 # of Wan Animate reads faces, and a fifth of Boogu's have two attentions.
 FEWEST = {"wan2.1-vace-14b-480p": 5, "wan2.2-animate-14b-480p": 5, "boogu-image": None}
-LAYOUTS = {name: [layout for layout in (UNETS if family.is_unet else TRANSFORMERS)
+LAYOUTS = {name: [layout for layout in (UNETS if family.plan.is_unet else TRANSFORMERS)
                   if not any(getattr(parse_layout(layout), f"{method}_degree") > 1 for method in family.refused)
                   and ("-" not in layout or name not in ALIKE)]
            for name, family in FAMILIES.items()}
@@ -67,7 +68,7 @@ def tiny(name):
     """(checkpoint, Run without branches of guidance) of a family's tiny model."""
     family, config = FAMILIES[name], dict(FAMILIES[name].test_config.config)
     columns = SMALL_COLUMNS + (60 if name.startswith("PixArt") else 0)         # less has no positions there
-    rows, columns = SMALL_ROWS * unit(family), columns * unit(family)
+    rows, columns = SMALL_ROWS * pixels_a_side(family), columns * pixels_a_side(family)
     size = {1: (rows * columns,), 2: (rows, columns), 3: (family.test_config.frames, rows, columns)}[
         len(family.patch_size(config))]
     size = size if family.test_config.rows is None else (family.test_config.rows, rows * columns)
@@ -127,7 +128,7 @@ def weights_of(row, layout_name, rank=-1, storage="bfloat16", item_bytes=0):
     in_file = model.state_dict().keys() if item_bytes else ()
     here, indices, total = own_blocks(model, family, spec, rank), block_indices(model, family.blocks), 0
     for name, tensor, dtype in storage_dtypes(model, family, spec):
-        is_outside = family.is_unet or name.startswith(family.plan.shared_parameters)
+        is_outside = family.plan.is_unet or name.startswith(family.plan.shared_parameters)
         block = None if is_outside else indices.get(block_path(name))
         if block is None or block in here:
             share = splits[name].share(degree, rank % degree) if name in splits else 1

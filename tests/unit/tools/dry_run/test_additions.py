@@ -23,7 +23,7 @@ from xdit_backend.tools.bench.size import parse_layout
 from xdit_backend.tools.dry_run import simulated_rank
 
 CONTROLLED = [name for name, family in FAMILIES.items()
-              if name in LAYOUTS and not family.is_replicated
+              if name in LAYOUTS and not family.plan.hooks == "replicated"
               and family.control_shapes(family.test_config.config, tiny(name)[1].shape)]
 # Mochi reads its mask, of which a pretended device has no numbers.
 MASKED = [name for name in LAYOUTS if name != "Mochi" and "attention_mask" in FAMILIES[name].conditioning]
@@ -52,7 +52,7 @@ def test_what_a_controlnet_adds(name, layout):
     patches = 4 if "pipefusion" in layout else 1
     assert 0 < row.kernels - plain.kernels <= (ADDED * len(places) + ONCE) * patches
     # each is there as long as it takes to add it; but where blocks read others' outputs, those it was added to live on
-    reads = family.is_unet or family.plan.skips(family.num_blocks(checkpoint.config))
+    reads = family.plan.is_unet or family.plan.skips(family.num_blocks(checkpoint.config))
     most = 2 * sum(map(math.prod, places.values())) if reads else LITTLE * plain.peak_bytes
     assert row.peak_bytes - plain.peak_bytes <= most
 

@@ -26,7 +26,7 @@ ALLOWED = 0.05
 # counted with all blocks: what is said of PiD's latent lives once for each gate, and HiDream-I1's text for each block;
 # of VACE's two lists of blocks one keeps nothing, and its share is another of few
 DEEP = "pid", "hidream-i1", "wan2.1-vace-14b-480p"
-NAMES = [name for name, model in PUBLISHED.items() if not FAMILIES[model.family].is_unet]
+NAMES = [name for name, model in PUBLISHED.items() if not FAMILIES[model.family].plan.is_unet]
 # families that are not in the table of docs/benchmarks.md; they have a row under fewer layouts
 OTHERS = NAMES[NAMES.index("chroma"):]
 TRANSFORMERS = [name for name in NAMES if name not in OTHERS]
@@ -173,7 +173,7 @@ def test_a_peak_of_a_stage_where_most_lives_before_keys_are_kept_is_what_was_for
 
 
 # of each U-Net: layout, branches, size of the latent
-UNET_NAMES = [name for name, model in PUBLISHED.items() if FAMILIES[model.family].is_unet]
+UNET_NAMES = [name for name, model in PUBLISHED.items() if FAMILIES[model.family].plan.is_unet]
 UNET_RUNS = [("one", 1, (64, 64)), ("one", 2, (128, 192)), ("displaced2", 1, (64, 64)), ("displaced2", 2, (64, 256)),
              ("displaced4", 1, (128, 128)), ("cfg2-displaced2", 2, (128, 96))]
 

@@ -1,16 +1,27 @@
-"""Settings that would fit after memory ran out, by estimates that are scaled to what was measured."""
+"""Settings that would fit: on more devices, and after memory ran out, by estimates scaled to the measured use."""
 
 import re
 
 import pytest
 
-from xdit_backend.planner.after_out_of_memory import Measured, Method, layouts_that_fit, sizes_that_fit
+from xdit_backend.config import ParallelConfig
 from xdit_backend.planner.cost_model import Degrees, Job, ModelDims
-from xdit_backend.planner.memory_check import Hints, Latents
+from xdit_backend.planner.memory_fit import (
+    MOST_SUGGESTED,
+    Hints,
+    Latents,
+    Measured,
+    Method,
+    layouts_that_fit,
+    placement_that_fits,
+    sizes_that_fit,
+)
 from xdit_backend.planner.memory_model import Memory, rank_memory
+from xdit_backend.planner.planner import memory_settings
+from xdit_backend.protocol.specs import Stages
 
 NET = ModelDims(60, 3072, 24, 12.0, 12e9, weight_bytes=24e9, outside_bytes=0.4e9)
-JOB = Job(4096, 512, 20, branches=2)
+JOB, ONE_IMAGE = Job(4096, 512, 20, branches=2), Job(4096, 512, 20)
 CFG = Degrees(cfg=2)
 
 
@@ -55,3 +66,22 @@ def test_no_method_is_named_that_would_run_out_as_well():
 
     assert layouts_that_fit(measured(5e9, run), NET, JOB, Method(CFG, (), True)) == []
     assert layouts_that_fit(measured(24e9, 50 * run), NET, JOB, Method(CFG)) == []
+
+
+def needed(degree):
+    return rank_memory(NET, ONE_IMAGE, Degrees(pipefusion=degree, num_patches=2 * degree),
+                       memory_settings(ParallelConfig(), Stages(2))).total
+
+
+@pytest.mark.parametrize("degree", [3, 12])
+def test_the_least_number_of_devices_is_told(degree):
+    assert needed(degree) < needed(degree - 1)
+
+    assert placement_that_fits(ParallelConfig(), NET, {}, ONE_IMAGE, needed(degree)) == [
+        f"pipefusion_degree={degree} on as many devices like these"]
+
+
+def test_more_devices_than_people_have_are_not_told():
+    assert MOST_SUGGESTED < 20 and needed(20) < needed(15)
+
+    assert placement_that_fits(ParallelConfig(), NET, {}, ONE_IMAGE, needed(20)) == []

@@ -1,0 +1,166 @@
+"""Forward patches: functions that nodes put in place of the forwards of modules inside the diffusion model. Known ones
+are mapped to named operations of the workers, or compute what the module's own forward does.
+
+A function that computes the same is recognised by its results alone, such as a feed-forward layer in chunks; any other
+one by the file and name of its definition and by its result for a test input.
+
+# B batch, T tokens, C channels
+"""
+
+import copy
+import os
+import types
+
+import torch
+import torch.nn.functional as F
+
+from .unet_patches import cell
+
+OWN, SAME, GUIDE = "own", "same", "guide"  # operations: see ForwardPatches
+KNOWN = {("model_optimization_nodes.py", "WanCrossAttentionPatch.__get__.<locals>.wrapped_attention"): GUIDE}
+FORWARD = ".forward"                       # end of the name of an object patch
+LENGTHS = 3, 20_000                        # tokens of tests; nodes cut sequences from a few thousand on
+WIDTH = 4                                  # channels of tests
+TOLERANCE = 1e-4                           # absolute
+
+
+class ForwardPatches:
+    """The forward patches of a proxy model. Each function is tested once."""
+
+    def __init__(self):
+        self._known = {}                                       # id of a function -> (function, operation)
+
+    def operation(self, module, function):
+        """Return the operation of a function in place of a module's forward: OWN, if it is that, which ComfyUI sets as
+        an attribute when it removes a patch; SAME, if it computes what that does; GUIDE, if it guides attention to the
+        text (see text_guide); None, if it is not known."""
+        if id(function) not in self._known:
+            self._known[id(function)] = function, _operation(module, function)
+        return self._known[id(function)][1]
+
+    def of_attribute(self, modules, path, name, value):
+        """The operation of a changed attribute of a module. modules: of proxy_modules.remember_modules. path: of the
+        module. name, value: of the attribute."""
+        return self.operation(modules[path][0], value) if name == "forward" and path in modules else None
+
+    def of_object_patch(self, modules, name, value):
+        """The operation of an object patch of the diffusion model. name: below "diffusion_model"."""
+        return self.of_attribute(modules, name.removesuffix(FORWARD), "forward", value) if name.endswith(
+            FORWARD) else None
+
+    def running(self, modules):
+        """{path: (operation, function)} of the functions that are in place of forwards now."""
+        found = {}
+        for path, (module, remembered) in modules.items():
+            function = vars(module).get("forward")
+            if path and function is not None and function is not remembered.get("forward"):
+                found[path] = self.operation(module, function), function
+        return {path: known for path, known in found.items() if known[0] != OWN}
+
+
+    def describe_idle(self, modules):
+        """Suffix of a run's status text if nodes have replaced forwards by others of the same result."""
+        count = sum(operation == SAME for operation, _ in self.running(modules).values())
+        return f", {count} module{'s' * (count > 1)} with a node's lower memory use unchanged" if count else ""
+
+    def is_local(self, modules, name, value):
+        """Whether an object patch changes nothing, or each token by itself. name: below "diffusion_model"."""
+        return self.of_object_patch(modules, name, value) in (OWN, SAME, GUIDE)
+
+    def guides(self, modules):
+        """{path: function} of the forwards in place that guide attention to the text."""
+        return {path: function for path, (operation, function) in self.running(modules).items() if operation == GUIDE}
+
+
+def text_guide(function):
+    """(text (1, T, C), scale, alpha, tau, whether every image of a batch is guided) of an operation GUIDE."""
+    patch = cell(function.__func__, "self").cell_contents
+    return (patch.nag_context, float(patch.nag_scale), float(patch.nag_alpha), float(patch.nag_tau),
+            patch.input_type == "batch" and not patch.i2v)
+
+
+def _operation(module, function):
+    if not isinstance(function, types.MethodType) or function.__self__ is not module:
+        return None
+    if function.__func__ is type(module).forward:
+        return OWN
+    code = function.__func__.__code__
+    known = KNOWN.get((os.path.basename(code.co_filename), function.__func__.__qualname__))
+    try:
+        if known == GUIDE:
+            return GUIDE if _guides(function) else None
+        return SAME if _is_same(module, function.__func__) else None
+    except Exception:                                          # raised by a node's code for a test's inputs
+        return None
+
+
+class _Scaling(torch.nn.Module):
+    """Stands for a layer with weights: scales and shifts its input, each layer by other numbers."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def forward(self, tensor):
+        return tensor * (1 + 0.1 * self.number) + 0.01 * self.number
+
+
+def _is_same(module, function):
+    """Whether a function of (module, tokens (B, T, C)) computes what the forward of the module's class does, for short
+    and long sequences. Layers with weights are replaced by elementwise functions; the module itself has no weights."""
+    if any(True for _ in module.parameters(recurse=False)) or not any(True for _ in module.children()):
+        return False
+    light = _light(module)
+    for length in LENGTHS:
+        tokens = torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(length))
+        expected = type(module).forward(light, tokens.clone())
+        if expected.shape != tokens.shape or not torch.allclose(function(light, tokens.clone()), expected,
+                                                                atol=TOLERANCE):
+            return False
+    return True
+
+
+def _light(module, numbers=None):
+    """A copy of a module in which each module with weights of its own is replaced."""
+    numbers = iter(range(1, 100)) if numbers is None else numbers
+    if any(True for _ in module.parameters(recurse=False)):
+        return _Scaling(next(numbers))
+    light = copy.copy(module)
+    light.__dict__ = {name: value for name, value in vars(module).items() if name not in ("forward", "_apply")}
+    light._modules = {name: child and _light(child, numbers) for name, child in module._modules.items()}
+    return light
+
+
+def _guides(function):
+    """Whether this function computes what guide_text of xdit_backend/hooks/injected_networks.py does. Tested with heads
+    of four channels, for one image and for two, and with other prompts."""
+    patch = copy.copy(cell(function.__func__, "self").cell_contents)
+    context, x, text = torch.randn(3, 2, 5, WIDTH, generator=torch.Generator().manual_seed(0))
+    patch.nag_context = context[:1]
+    called = function.__func__
+    same = types.FunctionType(called.__code__, called.__globals__, "same", called.__defaults__,
+                              (types.CellType(patch),))
+    layers = dict.fromkeys(("q", "k", "v", "o", "norm_q", "norm_k", "k_img", "v_img", "norm_k_img"),
+                           torch.nn.Identity())
+    _, *strengths, is_batch = text_guide(function)
+    for size in (1, 2):
+        module = types.SimpleNamespace(**layers, num_heads=1)
+        more = {"context_img_len": 2} if patch.i2v else {}
+        found = same(module, x[:size].clone(), text[:size].clone(), **more)
+        images, words = (text[:size, :2], text[:size, 2:]) if patch.i2v else (None, text[:size])
+        expected = F.scaled_dot_product_attention(x[:size], words, words)
+        count = size if is_batch else 1
+        against = F.scaled_dot_product_attention(x[:count], context[:1].expand(count, -1, -1),
+                                                 context[:1].expand(count, -1, -1))
+        expected[:count] = _guided(expected[:count], against, *strengths)
+        if images is not None:
+            expected = expected + F.scaled_dot_product_attention(x[:size], images, images)
+        if not torch.allclose(found, expected, atol=TOLERANCE):
+            return False
+    return True
+
+
+def _guided(positive, negative, scale, alpha, tau):
+    far = positive * scale - negative * (scale - 1)
+    ratio = far.abs().sum(-1, keepdim=True) / positive.abs().sum(-1, keepdim=True)
+    return alpha * far * (ratio.clamp_max(tau) / ratio) + (1 - alpha) * positive

@@ -1,0 +1,129 @@
+"""Check of a MODEL before a run: Load xDiT Model's checks of the file, and those of the patches that a node makes, on
+ComfyUI's model without workers or weights."""
+
+import functools
+import logging
+from types import SimpleNamespace
+
+import torch
+
+import comfy.latent_formats
+
+from ....xdit_backend.checkpoints.quantisation.quantise_on_load import quantisation_of
+from ....xdit_backend.config import ParallelConfig
+from ....xdit_backend.models import FAMILIES
+from ....xdit_backend.protocol.errors import XDiTError
+from ....xdit_backend.protocol.shared_memory import dtype_name
+from ..compatibility.block_patches import refuse_patches, refuse_random_merges
+from ..compatibility.comfyui_version import check_model_type
+from ..compatibility.model_options import SCALES, refuse_model_options, refuse_patcher
+from ..compatibility.proxy_modules import remember_modules
+from ..model.checkpoint_cache import CHECKPOINTS
+from ..model.detection import WEIGHT_DTYPES, Detection
+from ..model.model_patcher import ProxyPatcher
+from ..model.state_dict import weight_sources
+from ..workers.vram_accounting import load_device_of
+from ..workers.worker_groups import check_packages, devices_of
+
+log = logging.getLogger(__name__)
+
+MODULES = "diffusion_model"                # object patches under this name depend on the real model
+
+
+class CheckedModel:
+    """ComfyUI's model of a file on the meta device, and checks of what nodes do to it.
+
+    path: None for a file that is not on this machine; nodes then patch a model without blocks. weight_dtype: the
+    loader's. Raises the errors of Load xDiT Model.
+    """
+
+    def __init__(self, path=None, weight_dtype="default"):
+        self.checkpoint, self._device = None, torch.device("cpu")
+        dtypes, self._model = (torch.float32, torch.float32), None
+        if path is not None:
+            dtypes = self._load(path, weight_dtype if weight_dtype in WEIGHT_DTYPES else "default")
+        self._has_modules = self._model is not None
+        self._model = self._model or _model_without_blocks()
+        storage_dtype, compute_dtype = map(dtype_name, dtypes)
+        self._model.remote = SimpleNamespace(
+            family=self._family, load_device=self._device, bytes_on=lambda device: 0,
+            modules=remember_modules(self._model.diffusion_model),
+            spec=SimpleNamespace(storage_dtype=storage_dtype, compute_dtype=compute_dtype, quantisation=""))
+
+    def _load(self, path, weight_dtype):
+        """Check the file as load_proxy does. Returns its (storage, compute) dtypes."""
+        check_packages()
+        self.checkpoint = checkpoint = CHECKPOINTS.open(path)
+        family, quantisation = checkpoint.family, quantisation_of(weight_dtype, checkpoint)
+        self._device = load_device_of(devices_of(ParallelConfig()))
+        detection = Detection(checkpoint, self._device)
+        dtypes = detection.dtypes(weight_dtype, bool(checkpoint.quantised or quantisation))
+        if not family.computes_as_made:    # those are created with a change to all modules, also of a prompt that runs
+            self._model = detection.base_model(*dtypes)
+            detection.refuse_ignored(self._model, functools.partial(weight_sources, checkpoint, self._model))
+            check_model_type(family, self._model)
+        return dtypes
+
+    @property
+    def _family(self):
+        """The file's family; without a file, one that reads every option that some family reads."""
+        return SimpleNamespace(
+            name="this model", options={name for family in FAMILIES.values() for name in family.options},
+            conditioning={SCALES: None}, choices={"ref_latents_method": ()},
+            unsupported_dtypes=()) if self.checkpoint is None else self.checkpoint.family
+
+    def patcher(self):
+        return ProxyPatcher(self._model, self._device, self._device)
+
+    def patched_by(self, node, values, name):
+        """The MODEL that a node returns; None if it needs more than this model. node: its function, with the MODEL
+        as the argument `name`. values: its other arguments."""
+        try:
+            with torch.inference_mode():
+                result = node(**values, **{name: self.patcher()})
+        except Exception as error:  # noqa: BLE001 - a node may raise anything on a model without weights
+            log.debug("%s was not checked before the run: %s", node.__qualname__, error)
+            return None
+        patcher = (result if isinstance(result, tuple) else result.args)[0]
+        depends = any(key.startswith(MODULES) for key in patcher.object_patches)
+        return patcher if self._has_modules or not depends else None
+
+    def refusal_of(self, patcher):
+        """Message with which a run rejects a patched MODEL when it begins or, if the file is here, at its first call;
+        None if it does not."""
+        def check():
+            options = patcher.model_options["transformer_options"]
+            refuse_patcher(patcher)
+            refuse_random_merges(options)
+            if self.checkpoint is not None:
+                refuse_patches(self.checkpoint.family, self.checkpoint.config, options)
+        return message_of(check)
+
+    def refusal_of_options(self, transformer_options):
+        """Message with which a run rejects these options of a call, or None."""
+        return message_of(refuse_model_options, {"transformer_options": transformer_options}, self._family)
+
+    def is_changed(self, patcher):
+        """Whether a node has changed the MODEL at all."""
+        return _changes_of(patcher) != _changes_of(self.patcher())
+
+
+def message_of(check, *args):
+    """The message of an XDiTError that check(*args) raises, or None."""
+    try:
+        check(*args)
+    except XDiTError as error:
+        return str(error)
+
+
+def _changes_of(patcher):
+    return [getattr(patcher, name) for name in ("model_options", "object_patches", "patches", "wrappers", "callbacks",
+                                                "injections", "attachments", "additional_models", "hook_patches")]
+
+
+def _model_without_blocks():
+    model = torch.nn.Module()
+    model.diffusion_model = torch.nn.Module()
+    model.model_config = SimpleNamespace(manual_cast_dtype=None, sampling_settings={}, unet_config={})
+    model.latent_format, model.manual_cast_dtype = comfy.latent_formats.LatentFormat(), None
+    return model

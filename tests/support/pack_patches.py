@@ -1,0 +1,154 @@
+"""Patches of the shapes that popular packs put on a MODEL, with the files and names by which they are known: feed-forward
+layers in chunks, attention to the text guided away from a second text, and perturbed or blurred self-attention.
+"""
+
+import math
+
+import torch
+
+CHUNKS = """
+import types
+
+import torch
+
+
+class Chunks:
+    def __init__(self, owner, number, change):
+        self.owner, self.number, self.change = owner, number, change
+
+    def bound(self, module):
+        def forward(module, tokens):
+            parts = tokens.chunk(self.number, 1) if tokens.shape[1] > 4 else [tokens]
+            return self.change(torch.cat([self.owner.forward(module, part) for part in parts], 1))
+        return types.MethodType(forward, module)
+"""
+# a method with the name by which it is known
+GUIDE = """
+import types
+
+import torch
+from comfy.ldm.modules.attention import optimized_attention
+
+
+class WanCrossAttentionPatch:
+    def __init__(self, text, scale, alpha, tau, i2v, input_type):
+        self.nag_context, self.nag_scale, self.nag_alpha, self.nag_tau = text, scale, alpha, tau
+        self.i2v, self.input_type = i2v, input_type
+
+    def __get__(self, module, owner=None):
+        def wrapped_attention(module, x, context, context_img_len=None, transformer_options={{}}):
+            words, of_image = context, 0
+            if self.i2v:
+                image, words = context[:, :context_img_len], context[:, context_img_len:]
+                query = module.norm_q(module.q(x))
+                of_image = optimized_attention(query, module.norm_k_img(module.k_img(image)), module.v_img(image),
+                                               heads=module.num_heads)
+            every = self.input_type == "batch" and not self.i2v or len(x) == 1
+            count = len(x) if every else len(x) // 2
+            query = module.norm_q(module.q(x))
+            out = optimized_attention(query, module.norm_k(module.k(words)), module.v(words), heads=module.num_heads)
+            text = self.nag_context.repeat(count, 1, 1)
+            against = optimized_attention(query[:count], module.norm_k(module.k(text)), module.v(text),
+                                          heads=module.num_heads)
+            positive = out[:count]
+            far = self.nag_scale * positive - (self.nag_scale - 1) * against
+            ratio = far.norm(p=1, dim=-1, keepdim=True) / positive.norm(p=1, dim=-1, keepdim=True)
+            far = torch.where(ratio > self.nag_tau, self.nag_tau / ratio, 1.0) * far
+            out = torch.cat([self.nag_alpha * far + (1 - self.nag_alpha) * positive, out[count:]])
+            return module.o({result} + of_image)
+        return types.MethodType(wrapped_attention, module)
+"""
+SELF_ATTENTION = """
+import math
+
+import torch
+from comfy.ldm.modules.attention import optimized_attention
+
+
+def perturbed_attention(q, k, v, extra_options, mask=None):
+    return {values}
+
+
+def seg_attention_wrapper(attention, blur_sigma):
+    def seg_attention(q, k, v, extra_options, mask=None):
+        rows, columns = extra_options["original_shape"][2:4]
+        height = round((q.shape[1] * rows / columns) ** 0.5)
+        image = q.transpose(1, 2).unflatten(2, (height, -1))
+        q = blur(image, blur_sigma).flatten(2).transpose(1, 2)
+        return attention({queries}, k, v, heads=extra_options["n_heads"])
+    return seg_attention
+"""
+
+
+def blur(image, sigma):
+    """A Gaussian blur as a matrix for each side, with the image mirrored at its edges."""
+    if sigma < 0:
+        return image.mean((2, 3), keepdim=True).expand_as(image)
+    width = image.shape[3]
+    reach = min(math.ceil(6 * sigma) // 2 * 2 + 1, width + 1 - width % 2) // 2
+    for dim in (2, 3):
+        size = image.shape[dim]
+        weights = torch.zeros(size, size)
+        for here in range(size):
+            for offset in range(-reach, reach + 1):
+                there = abs(here + offset)
+                there = there if there < size else 2 * (size - 1) - there
+                weights[here, there] += math.exp(-0.5 * (offset / sigma) ** 2)
+        weights /= weights.sum(1, keepdim=True)
+        image = torch.einsum("rs,bcsw->bcrw" if dim == 2 else "rs,bchs->bchr", weights, image)
+    return image
+
+
+def _written(source, file):
+    names = {"__name__": "a_pack", "blur": blur}
+    exec(compile(source, file, "exec"), names)
+    return names
+
+
+def chunked(model, path, number=2, change=lambda out: out):
+    """The MODEL with these modules of its blocks in chunks. path: as "blocks.{}.ffn". change: of the result."""
+    model, chunks, index = model.clone(), _written(CHUNKS, "a_pack.py")["Chunks"], 0
+    inside = model.get_model_object("diffusion_model")
+    for index in range(len(inside.get_submodule(path.partition(".")[0]))):
+        module = inside.get_submodule(path.format(index))
+        model.add_object_patch(f"diffusion_model.{path.format(index)}.forward",
+                               chunks(type(module), number, change).bound(module))
+    return model
+
+
+def guided(model, conditioning, scale=11.0, alpha=0.25, tau=2.5, input_type="default", result="out", blocks=None):
+    """The MODEL with attention to the text guided away from this conditioning. result: source of what the attention
+    returns. blocks: numbers of those that are changed; None: all."""
+    model = model.clone()
+    inside = model.get_model_object("diffusion_model")
+    inside.text_embedding.to("cpu")
+    text = inside.text_embedding(conditioning[0][0])
+    patch = _written(GUIDE.format(result=result), "model_optimization_nodes.py")["WanCrossAttentionPatch"]
+    for index, block in enumerate(inside.blocks):
+        if blocks is None or index in blocks:
+            module = block.cross_attn
+            model.add_object_patch(f"diffusion_model.blocks.{index}.cross_attn.forward",
+                                   patch(text, scale, alpha, tau, hasattr(module, "k_img"), input_type).__get__(module))
+    return model
+
+
+def perturbed(model, blocks, sigma=None, values="v", queries="q"):
+    """The MODEL with a third prediction in each step, of perturbed self-attention, or with blurred queries if sigma is
+    a number. blocks: keys of ComfyUI's patches. values, queries: source of what the attention returns or attends with.
+    """
+    import comfy.model_patcher
+    import comfy.samplers
+    from comfy.ldm.modules.attention import optimized_attention
+    written = _written(SELF_ATTENTION.format(values=values, queries=queries), "guidance_utils.py")
+    function = (written["perturbed_attention"] if sigma is None
+                else written["seg_attention_wrapper"](optimized_attention, sigma))
+
+    def after(given):
+        options = given["model_options"].copy()
+        for block in blocks:
+            options = comfy.model_patcher.set_model_options_patch_replace(options, function, "attn1", *block)
+        third, = comfy.samplers.calc_cond_batch(given["model"], [given["cond"]], given["input"], given["sigma"], options)
+        return given["denoised"] + 3.0 * (given["cond_denoised"] - third)
+    model = model.clone()
+    model.set_model_sampler_post_cfg_function(after)
+    return model

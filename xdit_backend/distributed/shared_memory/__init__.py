@@ -1,0 +1,1 @@
+"""Process group of ranks on one machine that exchange tensors through shared memory. docs/design/transports.md."""
