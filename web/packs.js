@@ -124,8 +124,8 @@ const INITIALIZER = {
   kinds: { GPU: "number", dp_degree: "number", FSDP_model_replicas: "number", XFuser_attention: "string" },
 };
 /**
- * Rows: {type: {to, widgets, ...}}. widgets: layouts of widgets_values, the newest first; layouts of the same length are told apart by `kinds`, the types of
- * values. same: {new widget: old one}; if absent, the widgets stay as they are. only: {widget: values that convert}. as: {widget: {value: new value}}.
+ * Rows: {type: {to, widgets, ...}}. widgets: layouts of widgets_values, the newest first; `kinds`, the types of values, distinguishes layouts of the same
+ * length. same: {new widget: old one}; if absent, the widgets stay as they are. only: {widget: values that convert}. as: {widget: {value: new value}}.
  * slots: {old input: new input, or null if it is removed}. outputs: [[new name, old index]]. through: {output index: inputs by which it is
  * an input passed on}. after: an input with a chain of nodes that patch the model; they move behind it. feeds: {new input: a new node for it}.
  */
