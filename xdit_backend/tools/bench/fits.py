@@ -144,7 +144,7 @@ class Fit:
                           self.device_bytes, budget_bytes)
 
     @functools.cached_property
-    def lock(self):
+    def hold(self):
         """([bytes of each rank's resident weights], [bytes of its offloaded weights])."""
         return self._hold(self.weights_memory or math.inf)
 
