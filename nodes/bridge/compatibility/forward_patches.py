@@ -184,8 +184,8 @@ def _guides(function):
         module = types.SimpleNamespace(**layers, num_heads=1)
         more = {"context_img_len": 2} if patch.i2v else {}
         found = same(module, x[:size].clone(), text[:size].clone(), **more)
-        images, words = (text[:size, :2], text[:size, 2:]) if patch.i2v else (None, text[:size])
-        expected = F.scaled_dot_product_attention(x[:size], words, words)
+        images, prompts = (text[:size, :2], text[:size, 2:]) if patch.i2v else (None, text[:size])
+        expected = F.scaled_dot_product_attention(x[:size], prompts, prompts)
         count = size if is_batch else 1
         against = F.scaled_dot_product_attention(x[:count], context[:1].expand(count, -1, -1),
                                                  context[:1].expand(count, -1, -1))

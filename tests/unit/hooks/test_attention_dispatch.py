@@ -26,7 +26,8 @@ class Container:
 
 
 def functions(backend=None):
-    return AttentionFunctions(lambda: SimpleNamespace(attention=None, backend=backend) if backend else None, False)
+    context = SimpleNamespace(attention=None, guided_attention=None, backend=backend)
+    return AttentionFunctions(lambda: context if backend else None, False)
 
 
 def test_tensors_in_containers_attend_as_tensors():
