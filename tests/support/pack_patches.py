@@ -1,5 +1,6 @@
-"""Patches of the shapes that popular packs put on a MODEL, with the files and names by which they are known: feed-forward
-layers in chunks, attention to the text guided away from a second text, and perturbed or blurred self-attention.
+"""Patches of the shapes that popular packs put on a MODEL, with the files and names by which they are known:
+feed-forward layers in chunks, attention to the text guided away from a second text, perturbed or blurred
+self-attention, and a lowered frequency of the positions.
 """
 
 import math
@@ -78,6 +79,25 @@ def seg_attention_wrapper(attention, blur_sigma):
         return attention({queries}, k, v, heads=extra_options["n_heads"])
     return seg_attention
 """
+RIFLEX = """
+import math
+
+import torch
+from comfy.ldm.flux.layers import EmbedND
+
+
+class EmbedND_RifleX(torch.nn.Module):
+    def __init__(self, own, k, num_frames):
+        super().__init__()
+        self.own, self.k, self.num_frames = EmbedND(own.dim, own.theta, own.axes_dim), k, num_frames
+
+    def forward(self, ids):
+        table = self.own(ids).clone()
+        angles = ids[..., 0] * {part} * 2 * math.pi / self.num_frames
+        turned = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1)
+        table[:, 0, :, self.k - 1] = turned.unflatten(-1, (2, 2))
+        return table
+"""
 
 
 def blur(image, sigma):
@@ -147,8 +167,20 @@ def perturbed(model, blocks, sigma=None, values="v", queries="q"):
         options = given["model_options"].copy()
         for block in blocks:
             options = comfy.model_patcher.set_model_options_patch_replace(options, function, "attn1", *block)
-        third, = comfy.samplers.calc_cond_batch(given["model"], [given["cond"]], given["input"], given["sigma"], options)
+        third, = comfy.samplers.calc_cond_batch(given["model"], [given["cond"]], given["input"], given["sigma"],
+                                                options)
         return given["denoised"] + 3.0 * (given["cond_denoised"] - third)
     model = model.clone()
     model.set_model_sampler_post_cfg_function(after)
+    return model
+
+
+def slowed(model, k=3, num_frames=3, part=0.9):
+    """The MODEL with a frequency of its positions along frames lowered to `part` of a period in num_frames."""
+    model = model.clone()
+    inside = model.get_model_object("diffusion_model")
+    name = next(name for name in ("rope_embedder", "pe_embedder") if hasattr(inside, name))
+    own = getattr(inside, name)
+    class_ = _written(RIFLEX.format(part=part), "nodes.py")["EmbedND_RifleX"]
+    model.add_object_patch(f"diffusion_model.{name}", class_(getattr(own, "own", own), k, num_frames))
     return model

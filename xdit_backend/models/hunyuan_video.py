@@ -6,6 +6,7 @@ from .common.inputs import Unpacked, all_text, blocks, config_of, even_sides, fr
 from .common.key_mapping import SWAPPED, table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
+from .common.riflex import with_riflex
 from .common.tp_plan import PARALLEL_MLP
 from .hunyuan_first_frame import install_first_frame
 
@@ -56,6 +57,7 @@ def _adapt(model, config):
         return embed.timestep_embedder(embed.time_proj(timestep).to(text.dtype)) + embed.text_embedder(text), None
     embed.forward = embedded
     install_first_frame(model)
+    model.forward = with_riflex(model, model.forward, lambda latent: latent.shape[2])
 
 
 HUNYUAN_VIDEO = Family(
@@ -74,12 +76,12 @@ HUNYUAN_VIDEO = Family(
     convert=KEYS, latent=LATENT, adapt_model=_adapt,
     pixels=lambda config: (4, 8, 8),
     conditioning={"context": "text_embed_dim", "y": "pooled_projection_dim", "guidance": None,
-                  "guiding_frame_index": None},
+                  "guiding_frame_index": None, "riflex": None},
     arguments={"hidden_states": even_sides("HunyuanVideo", LATENT), "timestep": timestep(),
                "encoder_hidden_states": from_conditioning("context"), "encoder_attention_mask": all_text,
                "pooled_projections": from_conditioning("y"),
                "guidance": from_conditioning("guidance", times=1000, where="guidance_embeds"),
-               "first_frame_time": from_conditioning("guiding_frame_index"),
+               "riflex": from_conditioning("riflex"), "first_frame_time": from_conditioning("guiding_frame_index"),
                "num_first_frame_tokens": _num_first_frame_tokens},
     activation_factors={"alone": 18.2, "residual": 4.2, "whole": 7.9, "outside": 3.3, "held": 0.2, "block": 18.0,
                         "exchange": 20.0, "own": 0.0},

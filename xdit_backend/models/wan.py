@@ -24,6 +24,7 @@ from .common.inputs import (
 )
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
+from .common.riflex import with_riflex
 from .common.rope_scaling import with_scales
 from .wan_bernini import expanded_context, num_context_tokens, with_context
 
@@ -81,7 +82,8 @@ def _adapt(model, config):
         sines[0].to(rounded.dtype if rounded.dtype.itemsize > 4 else torch.float32).view(rounded.shape))
     if config.get("pos_embed_seq_len") is not None:
         embedder.image_embedder.forward = _with_positions(embedder.image_embedder)
-    model.forward = with_context(model, with_scales(model, model.forward))
+    slowed = with_riflex(model, with_scales(model, model.forward), lambda latent: latent.shape[2])
+    model.forward = with_context(model, slowed)
     if config.get("added_kv_proj_dim") is not None:
         for block in model.blocks:
             block.attn2.forward = _vision_and_text(block.attn2, num_vision_tokens)
@@ -132,12 +134,14 @@ WAN = Family(
     convert=_convert, latent=LATENT,
     pixels=lambda config: (4, 16, 16) if config["out_channels"] == 48 else (4, 8, 8),
     adapt_model=_adapt, keep_in_compute_dtype=("patch_embedding",),
-    conditioning={"context": "text_dim", "clip_fea": "image_dim", "rope_scales": None, "context_latents": None},
+    conditioning={"context": "text_dim", "clip_fea": "image_dim", "rope_scales": None, "riflex": None,
+                  "context_latents": None},
     lengths={"reference": num_context_tokens(LATENT)},
     ignored=("reference_latent", "denoise_mask"), called_by_nodes=("text_embedding",),
     arguments={"hidden_states": LATENT, "timestep": frame_times, "encoder_hidden_states": from_conditioning("context"),
                "encoder_hidden_states_image": from_conditioning("clip_fea", where="image_dim"),
-               "rope_scales": from_conditioning("rope_scales"), "context_latents": expanded_context(LATENT)},
+               "rope_scales": from_conditioning("rope_scales"), "riflex": from_conditioning("riflex"),
+               "context_latents": expanded_context(LATENT)},
     activation_factors={"alone": 11.2, "residual": 4.3, "whole": 11.2, "outside": 5.3, "held": 1.15, "block": 10.0,
                         "exchange": 13.0},
     plan=ModelPlan(

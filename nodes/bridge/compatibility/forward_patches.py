@@ -8,6 +8,7 @@ one by the file and name of its definition and by its result for a test input.
 """
 
 import copy
+import math
 import os
 import types
 
@@ -18,6 +19,8 @@ from .unet_patches import cell
 
 OWN, SAME, GUIDE = "own", "same", "guide"  # operations: see ForwardPatches
 KNOWN = {("model_optimization_nodes.py", "WanCrossAttentionPatch.__get__.<locals>.wrapped_attention"): GUIDE}
+EMBEDDERS = "rope_embedder", "pe_embedder" # rotary embeddings of ComfyUI's Wan and HunyuanVideo
+RIFLEX = "nodes.py", "EmbedND_RifleX.forward"
 FORWARD = ".forward"                       # end of the name of an object patch
 LENGTHS = 3, 20_000                        # tokens of tests; nodes cut sequences from a few thousand on
 WIDTH = 4                                  # channels of tests
@@ -58,6 +61,21 @@ class ForwardPatches:
         return {path: known for path, known in found.items() if known[0] != OWN}
 
 
+    def riflex(self, modules, name, module):
+        """(number of the frequency, frames) if a module in place of a rotary embedding lowers one frequency of the
+        frames; None otherwise. name: of the module in the diffusion model."""
+        if name not in EMBEDDERS or name not in modules or module is modules[name][0]:
+            return None
+        if id(module) not in self._known:
+            self._known[id(module)] = module, _riflex(modules[name][0], module)
+        return self._known[id(module)][1]
+
+    def positions(self, modules):
+        """{"riflex": (1, 2) int64} of a call with such an embedding, see models/common/riflex.py; else {}."""
+        inside = vars(modules[""][0])["_modules"]
+        found = [pair for name in EMBEDDERS if (pair := self.riflex(modules, name, inside.get(name)))]
+        return {"riflex": torch.tensor(found)} if found else {}
+
     def describe_idle(self, modules):
         """Suffix of a run's status text if nodes have replaced forwards by others of the same result."""
         count = sum(operation == SAME for operation, _ in self.running(modules).values())
@@ -65,7 +83,8 @@ class ForwardPatches:
 
     def is_local(self, modules, name, value):
         """Whether an object patch changes nothing, or each token by itself. name: below "diffusion_model"."""
-        return self.of_object_patch(modules, name, value) in (OWN, SAME, GUIDE)
+        return bool(self.of_object_patch(modules, name, value) in (OWN, SAME, GUIDE)
+                    or self.riflex(modules, name, value))
 
     def guides(self, modules):
         """{path: function} of the forwards in place that guide attention to the text."""
@@ -131,6 +150,24 @@ def _light(module, numbers=None):
     return light
 
 
+def _riflex(original, module):
+    """(number, frames) if a module computes what xdit_backend/models/common/riflex.py does; else None."""
+    code = type(module).forward.__code__
+    if (os.path.basename(code.co_filename), type(module).forward.__qualname__) != RIFLEX:
+        return None
+    number, frames = int(module.k), int(module.num_frames)
+    ids = torch.randint(0, 50, (1, 7, 3), generator=torch.Generator().manual_seed(0)).float()
+    expected = original(ids).clone()                           # (1, 1, T, frequencies, 2, 2)
+    if not 1 <= number <= original.axes_dim[0] // 2 or frames < 1:
+        return None
+    angles = ids[..., 0].double() * 0.9 * 2 * math.pi / frames
+    cosine, sine = angles.cos(), angles.sin()
+    expected[:, 0, :, number - 1] = torch.stack([cosine, -sine, sine, cosine], -1).unflatten(-1, (2, 2)).to(expected)
+    found = module(ids)
+    is_this = found.shape == expected.shape and torch.allclose(found, expected, atol=TOLERANCE)
+    return (number, frames) if is_this else None
+
+
 def _guides(function):
     """Whether this function computes what guide_text of xdit_backend/hooks/injected_networks.py does. Tested with heads
     of four channels, for one image and for two, and with other prompts."""
@@ -147,8 +184,8 @@ def _guides(function):
         module = types.SimpleNamespace(**layers, num_heads=1)
         more = {"context_img_len": 2} if patch.i2v else {}
         found = same(module, x[:size].clone(), text[:size].clone(), **more)
-        images, words = (text[:size, :2], text[:size, 2:]) if patch.i2v else (None, text[:size])
-        expected = F.scaled_dot_product_attention(x[:size], words, words)
+        images, prompts = (text[:size, :2], text[:size, 2:]) if patch.i2v else (None, text[:size])
+        expected = F.scaled_dot_product_attention(x[:size], prompts, prompts)
         count = size if is_batch else 1
         against = F.scaled_dot_product_attention(x[:count], context[:1].expand(count, -1, -1),
                                                  context[:1].expand(count, -1, -1))

@@ -210,6 +210,16 @@ def scales_of(family, transformer_options):
     return {SCALES: torch.tensor([numbers], dtype=torch.float64).view(torch.int64)}
 
 
+def refuse_positions(family, positions, extra):
+    """Raise UnsupportedError for changed positions (scales_of, ForwardPatches.positions) that the workers do not
+    combine. extra: as in refuse_call."""
+    if "riflex" in positions and ("riflex" not in family.conditioning or len(positions) > 1
+                                  or extra.get("context_latents") is not None
+                                  or extra.get("guiding_frame_index") is not None):
+        raise UnsupportedError("Remove RifleX, or the node that scales positions, adds references or sets a first "
+                               f"frame: for {family.name} xDiT does not combine them.")
+
+
 def _transformer_options(options):
     found = []
     for key, value in options.items():
@@ -279,7 +289,9 @@ def _object_patches(patcher):
         top, _, rest = name.partition(".")
         known = (rest in patcher.remote.modules and is_module(value, patcher.remote.modules[rest][0])
                  or rest == DEFAULT_METHOD and "ref_latents_method" in patcher.remote.family.choices
-                 or patcher.remote.forwards.of_object_patch(patcher.remote.modules, rest, value))
+                 or patcher.remote.forwards.of_object_patch(patcher.remote.modules, rest, value)
+                 or "riflex" in patcher.remote.family.conditioning
+                 and patcher.remote.forwards.riflex(patcher.remote.modules, rest, value))
         if top == "diffusion_model" and not known:
             is_attention = rest.endswith(".comfy_attention")   # which a LoRA's file may set
             found.append(f"an attention backend for one module ({rest.removesuffix('.comfy_attention')}; attention in "

@@ -55,14 +55,14 @@ def functions_in(value, depth=0):
     """Names of the functions, and other callable objects, anywhere in an option. ComfyUI's model_sampling and RECORDS
     are not among them."""
     if isinstance(value, dict):
-        parts = (*value.keys(), *value.values())
+        entries = (*value.keys(), *value.values())
     elif isinstance(value, (list, tuple, set, frozenset)):
-        parts = tuple(value)
+        entries = tuple(value)
     else:
         return [_name_of(value)] if callable(value) and not _is_record(value) else []
     if depth == MAX_DEPTH:
         return [f"{depth} containers in each other"]
-    return [name for part in parts for name in functions_in(part, depth + 1)]
+    return [name for entry in entries for name in functions_in(entry, depth + 1)]
 
 
 def _is_record(value):

@@ -76,6 +76,10 @@ def changed_modules(model, modules, forwards):
             found += [PULID_FLUX] if now[PULID_DATA] else []   # without data, its method computes what ComfyUI's does
             now = {key: value for key, value in now.items() if key not in PULID_NAMES}
             now["_modules"] = {key: value for key, value in now["_modules"].items() if key != PULID_MODULE}
+        if module is root:
+            before = remembered["_modules"]
+            now = {**now, "_modules": {key: before[key] if forwards.riflex(modules, key, value) else value
+                                       for key, value in now["_modules"].items()}}
         if _is_equal(now, remembered):
             continue
         keys = [key for key, value in now.items()

@@ -15,7 +15,14 @@ from ..compatibility.comfyui_variants import variant_of
 from ..compatibility.forward_patches import ForwardPatches
 from ..compatibility.input_checks import check_call, check_conditioning, check_finite, check_latent
 from ..compatibility.ltx_guidance import isolation_of
-from ..compatibility.model_options import call_backend, refuse_call, refuse_changed_modules, scales_of, wrappers_inside
+from ..compatibility.model_options import (
+    call_backend,
+    refuse_call,
+    refuse_changed_modules,
+    refuse_positions,
+    scales_of,
+    wrappers_inside,
+)
 from ..compatibility.pipefusion_support import COMPILE, DRAINED, SYNCHRONOUS
 from ..workers.vram_accounting import ask_for_memory
 from ..workers.worker_groups import GROUPS, describe_missing, parking_bytes, show_text
@@ -191,7 +198,9 @@ class RemoteModel:
             context = x.new_zeros(len(x), 0, width)
         check_call(self.family, x, timestep, context)
         x, rescaled_options, finish = self.family.components.rescale(x, timestep, extra, transformer_options)
-        extra = self.family.unfold(extra | scales_of(self.family, transformer_options) | variant_of(self.family)
+        positions = scales_of(self.family, transformer_options) | self.forwards.positions(self.modules)
+        refuse_positions(self.family, positions, extra)
+        extra = self.family.unfold(extra | positions | variant_of(self.family)
                                    | isolation_of(self.family, transformer_options))
         diffusion_model = self.modules[""][0]
         refuse_call(self.family, transformer_options, {"context": context, **extra}, diffusion_model)

@@ -92,7 +92,8 @@ class Callable:
 
 @pytest.mark.parametrize("value", [
     print, [print], {"deep": ({"er": [lambda x: x]},)}, Callable(), {Callable(): 1}, functools.partial(print),
-    torch.nn.Linear(1, 1), Callable, functools.reduce(lambda inner, _: [inner], range(9), 1)], ids=str)
+    torch.nn.Linear(1, 1), Callable, functools.reduce(lambda inner, _: [inner], range(9), 1)],
+    ids=["function", "list", "nested", "callable", "key", "partial", "module", "class", "deep"])
 def test_functions_are_rejected_wherever_they_are(comfyui, value):
     model = comfyui.ours("sd3", comfyui.config())
     for place in PLACES:
@@ -102,7 +103,7 @@ def test_functions_are_rejected_wherever_they_are(comfyui, value):
 
 @pytest.mark.parametrize("place, key", [
     (in_model_options, "multigpu_clones"), *((place, key) for place in PLACES[1:] for key in (
-        "block_index", "frame_rate"))], ids=str)
+        "block_index", "frame_rate"))], ids=lambda value: getattr(value, "__name__", str(value)))
 def test_keys_that_comfyuis_code_reads_are_rejected(comfyui, place, key):
     """Also as names of parameters that options are unpacked into."""
     model = comfyui.ours("sd3", comfyui.config())

@@ -6,11 +6,11 @@ import functools
 import pytest
 import torch
 
-from tests.support.pack_patches import chunked, guided, perturbed
+from tests.support.pack_patches import chunked, guided, perturbed, slowed
 from tests.support.tolerances import close, relative_error
 
 TOLERANCE = 1e-5                           # relative, float32 on both sides
-ACTS = 1e-2
+ACTS = 2e-3
 METHODS = {"one": ("cpu", {}), "cfg": ("cpu,cpu", {"cfg": 2}), "ulysses": ("cpu,cpu", {"ulysses": 2}),
            "ring": ("cpu,cpu", {"ring": 2}), "tensor": ("cpu,cpu", {"tensor": 2}), "data": ("cpu,cpu", {"data": 2}),
            "pipefusion": ("cpu,cpu", {"pipefusion": 2, "num_patches": 2, "warmup_steps": 9}),
@@ -156,3 +156,29 @@ def test_self_attention_that_computes_something_else_is_rejected(comfyui):
     displaced = comfyui.ours("sd15", comfyui.config("cpu,cpu", displaced=2))
     with pytest.raises(rejected, match="^Use cfg_degree or data_degree instead of displaced_degree: Smoothed Energy"):
         comfyui.sample(perturbed(displaced, MIDDLE, sigma=1.0), "sd15", steps=1)
+
+
+@pytest.mark.parametrize("kind, method", [
+    ("wan", "ulysses"), ("wan", "pipefusion"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("wan", "cfg"), ("wan", "ring"), ("wan-i2v", "tensor"), ("wan-vace", "cfg"), ("hunyuanvideo", "cfg"),
+        ("hunyuanvideo", "ulysses"), ("hunyuanvideo", "pipefusion")))])
+def test_a_lowered_frequency_of_the_positions_equals_native(comfyui, kind, method):
+    if kind == "wan-vace":                                     # of diffusers' class too, without this argument
+        with pytest.raises(comfyui.errors.UnsupportedError, match="a replaced diffusion_model.rope_embedder"):
+            comfyui.sample(slowed(comfyui.ours(kind, comfyui.config())), kind, steps=1)
+    else:
+        compare(comfyui, kind, method, slowed)
+
+
+def test_other_positions_are_rejected(comfyui):
+    ours, rejected = comfyui.ours("wan", comfyui.config()), comfyui.errors.UnsupportedError
+    for change in ({"part": 0.8}, {"k": 40}):
+        with pytest.raises(rejected, match="a replaced diffusion_model.rope_embedder"):
+            comfyui.sample(slowed(ours, **change), "wan", steps=1)
+    scaled = slowed(ours)
+    scaled.set_model_rope_options(2.0, 0, 2.0, 0, 1.0, 0)
+    with pytest.raises(rejected, match="^Remove RifleX, or the node that scales positions, .* for Wan xDiT"):
+        comfyui.sample(scaled, "wan", steps=1)
+    comfyui.sample(slowed(ours), "wan", steps=1)
+
+    close(comfyui.sample(ours, "wan", steps=2), comfyui.reference("wan", steps=2), TOLERANCE)
