@@ -96,19 +96,19 @@ def _pipefusion_inputs():
         io.Int.Input("warmup_steps", default=1, min=0, max=100,
                      tooltip="Number of first steps that run synchronously, before PipeFusion or DistriFusion uses "
                      "values of the previous step. More steps are slower and closer to a single-GPU run."),
-        io.String.Input("stage_blocks", default="", optional=True,
+        io.String.Input("stage_blocks", default="", optional=True, advanced=True,
                         tooltip="Number of blocks in each PipeFusion stage, such as "
                         '"20,37" for heterogeneous GPUs. Empty: balanced automatically.'),
-        io.Combo.Input("warmup", options=list(WARMUPS), default="auto", optional=True,
+        io.Combo.Input("warmup", options=list(WARMUPS), default="auto", optional=True, advanced=True,
                        tooltip="How PipeFusion runs its warm-up steps. whole: the full image through one stage after "
                        "the other. micro_batches: the images of a batch and both CFG branches follow each other "
                        "through the stages. sequence: sequence parallelism, which needs the full model on every "
                        "device. auto: sequence if the model takes less than 40 % of a device's memory, otherwise "
                        "micro_batches. The image is the same."),
-        io.Boolean.Input("offload_keys_values", default=False, optional=True,
+        io.Boolean.Input("offload_keys_values", default=False, optional=True, advanced=True,
                          tooltip="Offload PipeFusion's stale keys and values to system RAM and fetch them layer by "
                          "layer, for resolutions at which they do not fit in VRAM."),
-        io.Float.Input("forecast_keys_values", default=0.6, min=0.0, max=1.0, step=0.05, optional=True,
+        io.Float.Input("forecast_keys_values", default=0.6, min=0.0, max=1.0, step=0.05, optional=True, advanced=True,
                        tooltip="PipeFusion and DistriFusion: extrapolate the keys and values of the previous step by "
                        "this fraction of their last change. Closer to a single-GPU run at the same speed, but stores "
                        "them twice. 0: no extrapolation, stored once. 1: full extrapolation."),
@@ -122,8 +122,8 @@ def _displaced_inputs():
                      "other devices' rows from the previous step. For single images of U-Nets (SD 1.5, SDXL); the "
                      "image differs slightly from a single-GPU run. Never chosen by auto."),
         io.Combo.Input("displaced_mode", options=list(DISPLACED_MODES), default=DISPLACED_MODES[0],
-                       optional=True, tooltip="What DistriFusion synchronises after the warm-up steps. auto: "
-                       "corrected_async_gn, or sync_gn if a device has fewer than 4 rows of a U-Net's smallest "
+                       optional=True, advanced=True, tooltip="What DistriFusion synchronises after the warm-up steps. "
+                       "auto: corrected_async_gn, or sync_gn if a device has fewer than 4 rows of a U-Net's smallest "
                        "feature maps; the sampler node says which. corrected_async_gn: nothing; stale group norm "
                        "statistics are corrected with the device's own rows. sync_gn: group norm statistics; devices "
                        "wait in every norm; closer to a single-GPU run. full_sync: everything; the exact image, and "
@@ -133,7 +133,7 @@ def _displaced_inputs():
 
 def _computing_inputs():
     return [
-        io.Combo.Input("compile", options=list(COMPILES), default=COMPILES[0], optional=True,
+        io.Combo.Input("compile", options=list(COMPILES), default=COMPILES[0], optional=True, advanced=True,
                        tooltip="blocks: compile each block of the model with torch.compile, for fewer and larger "
                        "kernels. The first step, and the first one at each new image size, takes minutes to compile: "
                        "for many images of one size. Equal up to rounding. TorchCompileModel does the same for a "
@@ -147,7 +147,7 @@ def _computing_inputs():
                        "slightly; comfy_kitchen_int8 does not run with Ring attention. Each needs its package in "
                        "ComfyUI's Python. Attention with a mask uses PyTorch SDPA, except with xformers and "
                        "comfy_kitchen_int8."),
-        io.Combo.Input("exchange", options=list(EXCHANGES), default=EXCHANGES[0], optional=True,
+        io.Combo.Input("exchange", options=list(EXCHANGES), default=EXCHANGES[0], optional=True, advanced=True,
                        tooltip="The data type in which devices that split an image's tokens (Ulysses, Ring) send each "
                        "other queries, keys and values. fp8 sends about half the bytes, for slow links; the image "
                        "differs slightly from a single-GPU run."),

@@ -56,6 +56,42 @@ export const DESCRIPTIONS = {
   },
 };
 
+const IMAGE = ["Text to Image", "Image"];
+const VIDEO = ["Text to Video", "Video"];
+
+/** Tags and models, in ComfyUI's words, by which the template browser filters, and GB of the files to download, by which it sorts. */
+export const DETAILS = {
+  "Demo": { tags: IMAGE, models: ["xDiT demo"], gb: 0 },
+  "Compare": { tags: IMAGE, models: ["xDiT demo"], gb: 0 },
+  "Chroma": { tags: IMAGE, models: ["Chroma"], gb: 27.9 },
+  "FLUX.2 klein": { tags: IMAGE, models: ["Flux.2 Klein"], gb: 16.1 },
+  "Flux.1": { tags: IMAGE, models: ["Flux"], gb: 34.2 },
+  "Flux.1 Kontext": { tags: ["Image Edit", "Image"], models: ["Flux"], gb: 34.2 },
+  "Flux.1 larger than one GPU, PipeFusion": { tags: IMAGE, models: ["Flux"], gb: 34.2 },
+  "HunyuanDiT": { tags: IMAGE, models: ["HunyuanDiT"], gb: 8.2 },
+  "HunyuanVideo": { tags: VIDEO, models: ["Hunyuan Video"], gb: 35.5 },
+  "HunyuanVideo 1.5": { tags: VIDEO, models: ["Hunyuan Video"], gb: 29 },
+  "LTX-2, video with audio": { tags: [...VIDEO, "Audio"], models: ["LTX-2"], gb: 52.8 },
+  "LTX-Video": { tags: VIDEO, models: ["LTXV"], gb: 19.2 },
+  "MiniMax H3, video with audio": { tags: [...VIDEO, "Audio"], models: ["MiniMax H3"], gb: 56.9 },
+  "Qwen-Image": { tags: IMAGE, models: ["Qwen-Image"], gb: 57.7 },
+  "Qwen-Image-Edit": { tags: ["Image Edit", "Image"], models: ["Qwen-Image-Edit"], gb: 57.7 },
+  "SD 1.5": { tags: IMAGE, models: ["SD1.5"], gb: 4.3 },
+  "SD3.5": { tags: IMAGE, models: ["SD3.5"], gb: 16.7 },
+  "SD3.5, image to image": { tags: ["Image"], models: ["SD3.5"], gb: 16.7 },
+  "SDXL": { tags: IMAGE, models: ["SDXL"], gb: 6.9 },
+  "Wan 2.1, text to video": { tags: VIDEO, models: ["Wan2.1"], gb: 9.8 },
+  "Wan 2.2, image to video": { tags: ["Image to Video", "Video"], models: ["Wan2.2"], gb: 35.6 },
+  "Wan 2.2, text to video": { tags: VIDEO, models: ["Wan2.2"], gb: 35.6 },
+  "Z-Image-Turbo": { tags: IMAGE, models: ["Z-Image-Turbo"], gb: 20.8 },
+};
+
+/** Return what the browser lists of a template beyond its title and description. */
+function detailsOf(title) {
+  const { tags = [], models = [], gb } = DETAILS[title] ?? {};
+  return { tags, models, openSource: true, ...(gb === undefined ? {} : { size: gb * 1e9, vram: gb * 1e9 }) };
+}
+
 /** Sort titles for display: those that need no download first, then alphabetically. */
 export function inOrder(titles) {
   const place = (title) => (FIRST.includes(title) ? FIRST.indexOf(title) : FIRST.length);
@@ -79,7 +115,7 @@ export function listTemplates(api, folder) {
     if (!titles?.length) return listed;
     const descriptions = DESCRIPTIONS[locale] ?? DESCRIPTIONS.en;
     const templates = inOrder(titles).map((title) => ({ name: title, title, description: descriptions[title] ?? DESCRIPTIONS.en[title] ?? "",
-      mediaType: "image", mediaSubtype: "jpg" }));
+      mediaType: "image", mediaSubtype: "jpg", ...detailsOf(title) }));
     return [...listed, { moduleName: folder, title: "xDiT", templates }];
   };
 }

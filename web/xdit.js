@@ -84,7 +84,10 @@ function show(severity, summary, lines) {
   app.extensionManager.toast.add({ severity, summary, detail: lines.join("\n"), life: SHOWN_MS });
 }
 
-/** Hide the widgets of xDiT Parallel Config that have no effect, except linked ones. They keep their values, also in files. */
+/**
+ * Hide the widgets of xDiT Parallel Config that have no effect, except linked ones. They keep their values, also in files. Advanced ones are shown if
+ * one is in use.
+ */
 function showRelevant(node) {
   const { required, optional } = node.constructor.nodeData.input;
   const defaults = Object.fromEntries(Object.entries({ ...required, ...optional }).map(([name, [type, options]]) => [name, options?.default]));
@@ -93,6 +96,7 @@ function showRelevant(node) {
   for (const widget of node.widgets) {
     const isLinked = node.inputs.some((slot) => slot.widget?.name === widget.name && slot.link != null);
     widget.hidden = widget.options.hidden = idle.includes(widget.name) && !isLinked;
+    if (widget.options.advanced && !widget.hidden && (isLinked || widget.value !== defaults[widget.name])) node.showAdvanced = true;
   }
   node.setDirtyCanvas(true, true);
 }

@@ -27,8 +27,8 @@ export const ZH = {
     "请删除 Create Hook Model as LoRA，或使用“UNet加载器”：xDiT 不支持它，会在没有提示的情况下忽略它。",
   "Install the pack that has the node {}, or update ComfyUI: this ComfyUI does not have it.":
     "请安装含有节点 {0} 的插件，或更新 ComfyUI：此 ComfyUI 没有该节点。",
-  "Use Load Diffusion Model, or the loader of {}: this node is for {}, which xDiT does not support.":
-    "请使用“UNet加载器”或 {0} 的加载器：此节点用于 {1}，xDiT 不支持它。",
+  "this node is for {}, which xDiT does not support.":
+    "此节点用于 {0}，xDiT 不支持它。",
   "Use Load Diffusion Model for the node that needs a second copy of this MODEL's weights: xDiT's workers have one.":
     "请为需要此 MODEL 权重第二份副本的节点使用“UNet加载器”：xDiT 的工作进程只有一份。",
   "Set weight_dtype to fp32, or to bf16 if the device supports it: values of {} exceed the range of {}, in which {} would compute.":
@@ -213,8 +213,8 @@ export const ZH = {
     "接受最多 {0} 个数且查询与值相同的注意力头，而此模型的查询和值分别为 {1} 和 {2} 个数",
   "gives no log-sum-exp in the installed version, which ring_degree needs; with {} {}, or ulysses_degree instead of ring_degree, it can be used":
     "在已安装的版本中不给出 ring_degree 所需的 log-sum-exp；安装 {0} {1}，或用 ulysses_degree 代替 ring_degree，即可使用",
-  "gives no log-sum-exp in the installed version, which ring_degree needs; with ulysses_degree instead of ring_degree, it can be used":
-    "在已安装的版本中不给出 ring_degree 所需的 log-sum-exp；用 ulysses_degree 代替 ring_degree 即可使用",
+  "gives no log-sum-exp, which ring_degree needs; with ulysses_degree instead of ring_degree, it can be used":
+    "不给出 ring_degree 所需的 log-sum-exp；用 ulysses_degree 代替 ring_degree 即可使用",
   "needs {} {} or newer":
     "需要 {0} {1} 或更新版本",
   "cannot be imported ({}): reinstall {} for PyTorch {}":

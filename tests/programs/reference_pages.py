@@ -74,7 +74,8 @@ def formats_table():
     rows = []
     for name, how in FORMATS.items():
         layer = Layer(name, (4096, 4096), dict.fromkeys(how.scales, ""), 1)
-        bits = 8 * how.held.itemsize / how.numbers + (8 / how.block if how.block else 0)
+        with_scale = how.block or how.group
+        bits = 8 * how.held.itemsize / how.numbers + (8 / with_scale if with_scale else 0)
         multiplied = ("on all devices" if how.rounds_inputs
                       else f"on GPUs of capability {how.capability[0]}.{how.capability[1]} and above")
         tensor = ("yes; rotated: between the groups" if how.agreed == "each" else "rejected" if how.rounds_inputs

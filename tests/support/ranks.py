@@ -21,6 +21,8 @@ import time
 import traceback
 from pathlib import Path
 
+import psutil
+
 
 class RankError(Exception):
     """A rank died, hung, or raised what cannot be pickled; or the traceback of what it raised, as that one's cause."""
@@ -93,6 +95,8 @@ def _supervisor():
 
     It finds the module by a folder of its own, since the repository's must not be on sys.path (see conftest.py).
     """
+    if "forkserver" not in multiprocessing.get_all_start_methods():            # on Windows
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["imported_before_ranks"])
     path = os.environ.get("PYTHONPATH")
@@ -151,7 +155,7 @@ def _at_end(connection):
 
 
 def _stacks(ranks, processes, folder):
-    for rank in ranks:
+    for rank in ranks if hasattr(faulthandler, "register") else ():            # Windows has no such signal
         os.kill(processes[rank].pid, signal.SIGUSR1)
     time.sleep(0.3)
     return "\n".join(f"rank {rank}:\n{Path(folder, f'stack{rank}').read_text()}" for rank in ranks)
@@ -163,12 +167,14 @@ def _rank(module_name, module_path, call, rank, world_size, folder, timeout_s, c
     import torch.distributed as dist
 
     stack = open(Path(folder, f"stack{rank}"), "w")
-    faulthandler.register(signal.SIGUSR1, stack)
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(signal.SIGUSR1, stack)
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = next(name for name, addresses in psutil.net_if_addrs().items()
+                                            if any(each.address == "127.0.0.1" for each in addresses))
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/store",
+        init_method=Path(folder, "store").as_uri(),
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_s),

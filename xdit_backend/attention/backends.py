@@ -309,9 +309,11 @@ def _misfit(backend, q_BNTH, v_BNTH, use, with_lse):
         return f"heads of {head_size}", (f"takes a head size of at most {backend.head_sizes[-1]}, the same for queries "
                                          f"and values, and this model has {head_size} and {v_BNTH.shape[3]}")
     if with_lse and not backend.gives_lse(module):
-        newer = f"{backend.package} {backend.lse_since}, or " if backend.lse_since else ""
         return "Ring", ("gives no log-sum-exp in the installed version, which ring_degree needs; with "
-                        f"{newer}ulysses_degree instead of ring_degree, it can be used")
+                        f"{backend.package} {backend.lse_since}, or ulysses_degree instead of ring_degree, it can be "
+                        "used" if backend.lse_since else
+                        "gives no log-sum-exp, which ring_degree needs; with ulysses_degree instead of ring_degree, it "
+                        "can be used")
     return "", ""
 
 

@@ -67,7 +67,7 @@ class Transformer:
         is_part = own is not None and own is not tensor and own.untyped_storage().nbytes() > own.nbytes
         return own.clone() if is_part and own.untyped_storage().data_ptr() not in addresses else own
 
-    def lock(self, weight, tensor, dtype, staging, addresses):
+    def hold(self, weight, tensor, dtype, staging, addresses):
         """Set a weight to these values, moved to the device and cast there, and record whether they are a region of the
         mapped file. An offloaded weight is set in system RAM."""
         if self.offloaded is not None and id(weight) in self.offloaded.weights:

@@ -26,7 +26,7 @@ class Staleness:
         """Whether calls that are not synchronous follow."""
         return self._warm_sigma > -math.inf
 
-    def lock(self, names):
+    def hold(self, names):
         """Record that the workers have cached a call with each of these. names: of conditionings, each with the CFG
         rank that runs it."""
         self._cached.update(names)

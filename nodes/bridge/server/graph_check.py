@@ -204,8 +204,7 @@ def _why_refused(graph, node):
             return (f"Install the pack that has the node {graph.class_type(other)}, or update ComfyUI: this ComfyUI "
                     "does not have it.")
     if kind in OTHER_MODELS:
-        return (f"Use Load Diffusion Model, or the loader of {OTHER_MODELS[kind]}: this node is for "
-                f"{OTHER_MODELS[kind]}, which xDiT does not support.")
+        return f"this node is for {OTHER_MODELS[kind]}, which xDiT does not support."
     carried = {carried for _, carried in graph.linked(node).values()}
     refused = next((what for type_, what in REFUSED_INPUTS.items() if type_ in carried), None)
     return refused and message_of(refuse_described, refused)

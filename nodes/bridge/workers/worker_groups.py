@@ -266,7 +266,7 @@ class Groups:
             self._free_memory(client, device, num_bytes)
         client.models.load(spec, changes)
 
-    def lock(self, client, name, holder):
+    def hold(self, client, name, holder):
         """Register a holder of a model or VAE. The workers drop it once all its holders are garbage-collected."""
         key, token = (client.devices, name), object()
         with self._lock:

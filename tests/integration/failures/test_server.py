@@ -33,7 +33,7 @@ def base(tmp_path_factory):
     folder = comfyui_folder()
     if folder is None:
         pytest.skip("no ComfyUI: run `python3 start.py test`, or name one in XDIT_COMFYUI")
-    base = tmp_path_factory.mktemp("comfyui")
+    base = tmp_path_factory.mktemp("ComfyUI Jürgen 图片")
     make_base(base, extra_packs=[ROOT / "tests" / "support" / "host_nodes"])
     import_comfyui(folder)
     save("sd3", base / "models" / "diffusion_models" / "sd3.safetensors")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.page.conftest import files_of_note
 from tests.support.comfyui_server import ROOT, comfyui_folder
 from tests.support.page_modules import evaluate
 
@@ -168,3 +169,21 @@ def test_templates_are_listed_with_demo_first_and_a_sentence_each(node, modules,
         assert one["name"] == one["title"] and one["description"].endswith("。" if locale == "zh" else ".")
         assert "-" not in one["description"]                   # the page shows none
         assert sum(1 + (letter > "\u2e80") for letter in one["description"]) <= 66     # two lines, and no more
+
+
+def test_templates_have_tags_and_the_sizes_of_their_files(node, modules, templates):
+    """Tags are ComfyUI's own, by which its browser filters. Its index has sizes of the same files, each rounded."""
+    index = {one["name"]: one for group in json.loads((templates / "index.json").read_text(encoding="utf-8"))
+             for one in group["templates"]}
+    details = evaluate(node, modules / "templates.mjs", "DETAILS", "DETAILS")
+    known = {tag for one in index.values() for tag in one.get("tags", [])}
+
+    assert set(details) == {path.stem for path in (ROOT / "workflows").glob("*.json")}
+    for title, one in details.items():
+        assert one["tags"] and set(one["tags"]) <= known and one["models"], title
+        assert (one["gb"] > 0) == bool(files_of_note(title)[0]), title
+    for title, name in (("Flux.1", "flux_dev_full_text_to_image"), ("Z-Image-Turbo", "image_z_image_turbo"),
+                        ("HunyuanVideo", "hunyuan_video_text_to_video"),
+                        ("Wan 2.1, text to video", "text_to_video_wan"),
+                        ("MiniMax H3, video with audio", "video_minimax_h3_t2v")):
+        assert abs(details[title]["gb"] * 1e9 / index[name]["size"] - 1) < 0.02, title

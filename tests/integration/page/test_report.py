@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.page_modules import evaluate
 
-REASON = "Use Load Diffusion Model, or the loader of SAM 3: this node is for SAM 3, which xDiT does not support."
+REASON = "this node is for SAM 3, which xDiT does not support."
 NODE = {"id": 1, "type": "UNETLoader", "title": "Loader"}
 
 

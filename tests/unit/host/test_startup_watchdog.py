@@ -1,7 +1,6 @@
 """A process that starts and gets on, however slowly, is told from one that does not."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ def test_who_gets_a_piece_now_and_then_lives_and_who_is_stopped_does_not(monkeyp
     try:
         for process in ranks:
             process.stdout.readline()
-        ranks[1].send_signal(signal.SIGSTOP)
+        processes[1].suspend()
         signs, found = StartMonitor(os.getpid(), 2, lambda: processes), None
         while found is None:
             time.sleep(0.1)

@@ -74,10 +74,10 @@ class Operation(dist.Work):
         self._group, self._tensors = group, tensors
 
     def first_done(self):
-        self.num_first -= 1
-        if not self.num_first and self.finish_first is not None:
-            finish, self.finish_first = self.finish_first, None
-            finish()
+        if self.num_first == 1 and self.finish_first is not None:
+            self.finish_first()
+            self.finish_first = None
+        self.num_first -= 1                                    # last, since `is_done` is read without the lock
 
     def second_done(self):
         self.num_second -= 1

@@ -1,7 +1,7 @@
 """Time exchanges between ranks of this machine over shared memory, gloo and NCCL.
 
 Each rank sends so many bytes to each other rank and receives as many (all-to-all, as Ulysses), or sends them to the
-next one (hop, as Ring). The transports are interleaved. Times are those of the last rank. On GPUs, NCCL is timed if
+next one (hop, as Ring). The transports take turns in rounds of ten exchanges. Times are those of rank 0. On GPUs, NCCL is timed if
 each rank has its own, and copies between a GPU and page-locked memory are shown for comparison.
 """
 
@@ -23,13 +23,14 @@ from ...distributed.shared_memory.process_group import BACKEND, register
 from ...protocol.errors import ConfigError
 from .worker_groups import count_cuda, devices_of
 
+REPEATS = 10                               # exchanges of a round
 TIMEOUT = datetime.timedelta(seconds=600)
 
 
 def add_arguments(parser):
     parser.add_argument("--megabytes", type=float, nargs="+", default=(1.0, 16.0, 64.0), help="sizes of a message")
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks")
-    parser.add_argument("--rounds", type=int, default=30, help="exchanges of each size over each transport")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds of ten exchanges of each size over each transport")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
                         help="auto: CUDA if available; ranks share a GPU if there are too few")
 
@@ -65,7 +66,7 @@ def run(rank, devices, folder, options):
         transports["nccl"] = make_group([every], backend="nccl")
     if rank == 0:
         print(f"{len(devices)} ranks on {', '.join(dict.fromkeys(devices))}; ms of an exchange, minimum and median of "
-              f"{options.rounds}, CPU ms of rank 0 (median); rate against gloo")
+              f"{REPEATS * options.rounds}, CPU ms (median); GB/s of the minimum; rate against gloo, of both")
     for megabytes in options.megabytes:
         num_bytes = int(megabytes * 2 ** 20)
         if device.type == "cuda":
@@ -96,24 +97,25 @@ def hop(sent, received, group):
 
 
 def measure(rank, device, num_bytes, exchange, transports, rounds):
-    """{transport: ([seconds of the last rank], [CPU seconds of this rank])}"""
+    """{transport: ([seconds], [CPU seconds])} of this rank's exchanges.
+
+    Exchanges of a round follow one another, so that each begins when the one before is done on all ranks.
+    """
     sent = torch.full((dist.get_world_size(), num_bytes), rank, dtype=torch.uint8, device=device)
     received, times = torch.empty_like(sent), {name: ([], []) for name in transports}
-    for round_ in range(rounds + 2):                           # the first two warm up
+    for round_ in range(rounds + 1):                           # the first one warms up
         for name, group in transports.items():
             received.fill_(255)
             synchronize(device)
             dist.barrier()
-            started_s, cpu_s = time.perf_counter(), time.process_time()
-            senders = exchange(sent, received, group)
-            synchronize(device)
-            took_s = torch.tensor(time.perf_counter() - started_s, dtype=torch.float64)
-            cpu_s = time.process_time() - cpu_s
+            for _ in range(REPEATS):
+                started_s, cpu_s = time.perf_counter(), time.process_time()
+                senders = exchange(sent, received, group)
+                synchronize(device)
+                if round_:
+                    times[name][0].append(time.perf_counter() - started_s)
+                    times[name][1].append(time.process_time() - cpu_s)
             assert all(bool((row == sender).all()) for row, sender in zip(received, senders))
-            dist.all_reduce(took_s, dist.ReduceOp.MAX)
-            if round_ > 1:
-                times[name][0].append(took_s.item())
-                times[name][1].append(cpu_s)
     return times
 
 

@@ -73,7 +73,7 @@ class Held:
             hold(transformer, weight, *given)
             self.weights[id(weight)], self.last = self.last, None
         monkeypatch.setattr(loader, "moved", keep_moved)
-        monkeypatch.setattr(loader.Transformer, "lock", keep)
+        monkeypatch.setattr(loader.Transformer, "hold", keep)
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")         # where a map is looked for
