@@ -118,7 +118,8 @@ function loaderChange(book, place, refusals) {
   if (acting) return { reason: ["setting", { name: acting, value: String(values[acting]) }] };
   const isKept = ({ name, widget }) => (widget && [file, "weight_dtype"].includes(name)) || effects[name] === "placement";
   const linked = node.inputs?.find((slot) => slot.link != null && !isKept(slot));
-  if (linked) return { reason: ["input", { name: linked.name }] };
+  const shown = others.find((name) => name !== "weight_dtype" && isProxied(book, graph, node, name));
+  if (linked || shown) return { reason: ["input", { name: linked?.name ?? shown }] };
   const rest = node.outputs.map((slot, index) => (index !== at && hasLinks(slot) ? index : -1)).filter((index) => index >= 0);
   if (rest.length && linkOf(node, file) == null && isProxied(book, graph, node, file)) return { reason: ["promoted"] };
   const refusal = refusals.nodes?.[keyOf(graph === book.root ? undefined : graph.id, node.id)];

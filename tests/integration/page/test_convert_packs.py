@@ -155,6 +155,26 @@ def test_a_linked_input_that_acts_is_named_and_a_linked_device_is_dropped(conver
     assert same_bytes(placing["back"]["workflow"], given)
 
 
+@pytest.mark.parametrize("shown, is_converted", [("unet_name", True), ("weight_dtype", True), ("device", False)])
+def test_a_widget_that_a_subgraph_shows_follows_its_loader_or_leaves_it(convert, shown, is_converted):
+    """Load xDiT Model has no device to show."""
+    inner = loaded_by("UNETLoaderMultiGPU", ["flux.safetensors", "default", "cuda:0"])
+    inner["links"] = [dict(zip(("id", "origin_id", "origin_slot", "target_id", "target_slot", "type"), row))
+                      for row in inner["links"]]
+    subgraph = {"id": "sub", "name": "Sub", "nodes": inner["nodes"], "links": inner["links"], "inputs": [],
+                "outputs": [], "state": {"lastNodeId": 2, "lastLinkId": 1}}
+    given = workflow(node(5, "sub", [], [], [], properties={"proxyWidgets": [["1", shown]]}), links=[])
+    given["definitions"] = {"subgraphs": [subgraph]}
+
+    result = convert(given)
+
+    [[_, name]] = result["workflow"]["nodes"][0]["properties"]["proxyWidgets"]
+    assert name == {"unet_name": "model_name"}.get(shown, shown)
+    assert {one["type"] for one in result["outcomes"] if one["outcome"] == "converted"} == (
+        {"UNETLoaderMultiGPU", "KSampler"} if is_converted else set())
+    assert same_bytes(result["back"]["workflow"], given)
+
+
 def link(graph, begin, output, end, name):
     by_id = {one["id"]: one for one in graph["nodes"]}
     graph["last_link_id"] += 1
@@ -468,6 +488,25 @@ def test_old_files_without_lists_of_slots_come_back_without_them(convert):
     assert nodes_of(result, "XDiTLoadModel") and same_bytes(result["back"]["workflow"], given)
 
 
+def test_a_node_that_grows_moves_off_its_neighbour_and_comes_back(convert):
+    """Distributed VAE Decode is one slot higher than VAE Decode, and wider."""
+    given = loaded_by("CheckpointLoaderSimple", ["sdxl.safetensors"], [("MODEL", "MODEL"), ("VAE", "VAE")])
+    decode, below = given["nodes"][2], node(9, "SaveImage", [], [("images", "IMAGE")], [])
+    decode |= {"pos": [1200, 900], "size": [140, 46]}
+    given["nodes"].append(below | {"pos": [1200, 990]})
+    given["last_node_id"] = 9
+
+    result = convert(given)
+    moved = convert(given, edits=[(decode["id"], "pos", [5000, 5000])])["back"]["workflow"]
+
+    [one] = nodes_of(result, "XDiTVAEDecode")
+    [x, y], [width, height] = one["pos"], one["size"]
+    assert height == 66 and width > 190 and [x, y] != [1200, 900] and max(abs(x - 1200), abs(y - 900)) <= 40
+    assert y + height <= 990 - 30 or x + width <= 1200 or y - 30 >= 990 + below["size"][1]
+    assert same_bytes(result["back"]["workflow"], given)
+    assert [each["pos"] for each in moved["nodes"] if each["id"] == decode["id"]] == [[5000, 5000]]
+
+
 def test_each_node_has_one_outcome(convert):
     given = raylight(extra=[node(20, "VAEDecodeTiled", [], [], []), node(21, "VAEDecode", [], [], []),
                             node(22, "KSampler", [], [("model", "MODEL")], [])])
@@ -486,6 +525,7 @@ MUTANTS = [
     ("change", "  if (was.now) node.widgets_values = values;\n", ""),
     ("change", "if (was.inputs || inputs.length) node.inputs = inputs;", "if (true) node.inputs = inputs;"),
     ("change", "node.size = was.size;", ""),
+    ("change", "if (was.pos && isSame(node.pos, was.pos[1])) node.pos = was.pos[0];", ""),
     ("graph", "if (position >= 0) list.splice(position, 0, id);", "list.unshift(id);"),
     ("graph", "else graph.links.splice(index, 0, restored);", "else graph.links.push(restored);"),
 ]
@@ -499,8 +539,12 @@ def test_exactness_notices_a_broken_conversion(convert, tmp_path, module, text, 
     path.write_text(source.replace(text, replacement), encoding="utf-8")
     old = loaded_by("UNETLoaderMultiGPU", ["flux.safetensors", "default", "cuda:1"])
     del old["nodes"][0]["inputs"]
+    close = raylight()
+    close["nodes"].append(node(30, "Note", [], [], []) | {"pos": [400, 170]})                  # below the initializer
+    close["last_node_id"] = 30
 
-    exact = [same_bytes(convert(given, folder=tmp_path)["back"]["workflow"], given) for given in (raylight(), old)]
+    exact = [same_bytes(convert(given, folder=tmp_path)["back"]["workflow"], given)
+             for given in (raylight(), old, close)]
 
     assert not all(exact)
 
