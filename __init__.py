@@ -16,6 +16,7 @@ async def comfy_entrypoint():
 
     class XDiTExtension(ComfyExtension):
         async def on_load(self):
+            from nodes import NODE_CLASS_MAPPINGS
             from server import PromptServer
 
             from .nodes.bridge.server.routes import add_routes
@@ -23,7 +24,7 @@ async def comfy_entrypoint():
             warn_of_missing_packages()
             # there is no instance when ComfyUI only inspects the nodes
             if getattr(PromptServer, "instance", None) is not None:
-                add_routes(PromptServer.instance)
+                add_routes(PromptServer.instance, NODE_CLASS_MAPPINGS)
 
         async def get_node_list(self):
             return NODES

@@ -117,7 +117,8 @@ def files_of(prompt):
 def reasons(comfyui, prompt):
     """Why the page leaves a graph's loaders as they are, as the server answers it."""
     check = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.server.graph_check")
-    found = check.check_graph({number: node for number, node in prompt.items() if node["class_type"]})
+    prompt = {number: node for number, node in prompt.items() if node["class_type"]}
+    found = check.check_graph(prompt, comfyui.nodes.NODE_CLASS_MAPPINGS)
     return sorted({*found["models"].values(), *(node["reason"] for node in found["nodes"].values() if node["reason"])})
 
 

@@ -6,12 +6,15 @@ workers know only the file, so that any change not listed here with a reason wou
 even if it is unknown. MODELs are checked when they are loaded, when a run begins, and at each call.
 """
 
+from types import SimpleNamespace
+
 import torch
 
 import comfy.model_patcher
 from comfy.context_windows import IndexListCallbacks
 from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP, get_all_wrappers
 
+from ....xdit_backend.models import FAMILIES
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.shared_memory import dtype_name
 from . import image_adapters
@@ -116,6 +119,13 @@ def refuse_patcher(patcher, runs=False):
 def refuse_model_options(model_options, family):
     """Raise UnsupportedError if the options of a run contain anything that the workers do not support."""
     _refuse(_model_options(model_options, family))
+
+
+def any_family():
+    """A family for a file that is not known: it reads every option that some family reads, so that nothing is rejected
+    which its own family may support."""
+    return SimpleNamespace(name="this model", options={name for one in FAMILIES.values() for name in one.options},
+                           conditioning={SCALES: None}, choices={"ref_latents_method": ()}, unsupported_dtypes=())
 
 
 def refuse_described(what):

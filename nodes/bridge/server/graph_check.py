@@ -8,13 +8,10 @@ import functools
 import inspect
 
 import folder_paths
-import nodes as comfyui_nodes
 
 from ....xdit_backend.protocol.errors import XDiTError
-from ..compatibility.model_options import refuse_described
-from ..compatibility.proxy_modules import PULID_FLUX
+from ..model.model_check import CheckedModel, message_of, refusal_of_input, refusal_of_node
 from ..model.model_paths import FOLDERS, model_names, path_of
-from .model_check import CheckedModel, message_of
 from .vae_check import PIXELS, VAE_FOLDERS, refused_vae
 
 ANY = "*", "COMFY_MATCHTYPE_V3"            # types of outputs that pass on an input
@@ -24,26 +21,23 @@ MODEL_SUFFIXES = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".pth", ".bin
 # nodes that run a model of another kind, or make conditioning for it -> its name; they identify it without its file
 OTHER_MODELS = {"RTDETR_detect": "RT-DETR", "SAM3_Detect": "SAM 3", "SAM3_VideoTrack": "SAM 3",
                 "SDPoseKeypointExtractor": "SDPose"}
-# types of inputs whose nodes patch the model at each call -> description in the message of a run
-REFUSED_INPUTS = {"GLIGEN": "model patches (middle_patch)", "PULIDFLUX": PULID_FLUX}
-# the same of nodes that need another file to be executed
-PATCHES = {"SUPIRApply": "model patches (middle_block_after_patch, output_block_patch, forward_timestep_embed_patch)"}
 COPIES = ("TrainLoraNode",)                # nodes that copy the model
 AR_VIDEO = "SamplerARVideo"
 
 
-def check_graph(prompt, models=()):
+def check_graph(prompt, classes, models=()):
     """Return what a run of a graph on the workers would say, as plain values for JSON.
 
-    prompt: {id: {"class_type": str, "inputs": dict}}, ComfyUI's API format. models: further model files, of loaders
-    whose output is another type than MODEL (raylight's). Result: "models" and "vaes": {file: reason
+    prompt: {id: {"class_type": str, "inputs": dict}}, ComfyUI's API format. classes: ComfyUI's NODE_CLASS_MAPPINGS.
+    models: further model files, of loaders whose output is another type than MODEL (raylight's).
+    Result: "models" and "vaes": {file: reason
     for which Load xDiT Model or the distributed VAE nodes would reject it}. "absent": files of these that are not on
     this machine, and so were not read. "missing": other models that are not, so that ComfyUI would reject the graph.
     "nodes": {id: {"verdict", "by", "reason"}}; verdict "refused": a loader whose model cannot run on the
     workers because of the node `by`, for this reason; "no_effect": a node that changes nothing of the MODEL it gets;
     "unchanged": one that works on the workers' MODEL.
     """
-    graph = Graph(prompt)
+    graph = Graph(prompt, classes)
     found = {"models": {}, "vaes": {}, "absent": [], "missing": graph.missing_files(), "nodes": {}}
     for loader in graph.loaders("MODEL"):
         name = graph.file_of(loader)
@@ -78,8 +72,8 @@ def check_graph(prompt, models=()):
 class Graph:
     """Links of a prompt, with the types that they carry."""
 
-    def __init__(self, prompt):
-        self._nodes, self._models = prompt, set(model_names())
+    def __init__(self, prompt, classes):
+        self._nodes, self._classes, self._models = prompt, classes, set(model_names())
         self._links = [(target, name, str(value[0]), value[1]) for target, node in prompt.items()
                        for name, value in node["inputs"].items() if _is_link(value) and str(value[0]) in prompt]
 
@@ -88,7 +82,7 @@ class Graph:
 
     def class_of(self, node):
         """ComfyUI's class of a node; None if no installed pack has it."""
-        return comfyui_nodes.NODE_CLASS_MAPPINGS.get(self.class_type(node))
+        return self._classes.get(self.class_type(node))
 
     def values(self, node):
         """{name: value} of the inputs that are not linked."""
@@ -205,16 +199,14 @@ def _why_refused(graph, node):
                     "does not have it.")
     if kind in OTHER_MODELS:
         return f"this node is for {OTHER_MODELS[kind]}, which xDiT does not support."
-    carried = {carried for _, carried in graph.linked(node).values()}
-    refused = next((what for type_, what in REFUSED_INPUTS.items() if type_ in carried), None)
-    return refused and message_of(refuse_described, refused)
+    return next(filter(None, (refusal_of_input(carried) for _, carried in graph.linked(node).values())), None)
 
 
 def _patch_message(graph, node, model):
     """Message with which the checks of a run reject what this node does to a MODEL, or None."""
     kind = graph.class_type(node)
-    if kind in PATCHES:
-        return message_of(refuse_described, PATCHES[kind])
+    if reason := refusal_of_node(kind):
+        return reason
     if kind in COPIES:
         return message_of(functools.partial(model.patcher().clone, force_deepcopy=True))
     patcher = _patched(graph, node, model)

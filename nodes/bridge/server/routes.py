@@ -26,8 +26,8 @@ MAX_SETTING = 4096                         # characters of a setting: device nam
 WATCHED_S = 1.0                            # interval of updates to an open panel
 
 
-def add_routes(server):
-    """Add this pack's routes. An invalid body is answered with status 400.
+def add_routes(server, classes):
+    """Add this pack's routes. classes: ComfyUI's NODE_CLASS_MAPPINGS. An invalid body is answered with status 400.
 
     POST /xdit/check {"prompt": a graph in ComfyUI's API format, "models": [further files], optional} -> result of
     graph_check.check_graph. GET /xdit/state,
@@ -38,12 +38,12 @@ def add_routes(server):
     action fails.
     """
     own = web.RouteTableDef()
-    _add_questions(own)
+    _add_questions(own, classes)
     _add_panel(own, server)
     add_checked(server.routes, own)
 
 
-def _add_questions(routes):
+def _add_questions(routes, classes):
     """Add the routes for the check of a graph and for settings that can run here."""
     @routes.post("/xdit/check")
     async def answer_check(request):
@@ -51,7 +51,8 @@ def _add_questions(routes):
         if not _is_prompt(body):
             return _refuse(f'Send {{"prompt": a graph in ComfyUI\'s API format, "models": [names of further files]}}, '
                            f'of at most {MAX_NODES} nodes and files.')
-        return web.json_response(await asyncio.to_thread(check_graph, body["prompt"], body.get("models", ())))
+        return web.json_response(await asyncio.to_thread(check_graph, body["prompt"], classes,
+                                                           body.get("models", ())))
 
     @routes.post("/xdit/fit")
     async def answer_fit(request):

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,9 @@ KINDS = "sd15", "sd3", "flux", "wan", "sdxl", "flux2-klein", "lumina-2", "qwen-i
 def module(comfyui):
     if "TomePatchModel" not in comfyui.nodes.NODE_CLASS_MAPPINGS:
         run_async(comfyui.nodes.init_extra_nodes(init_custom_nodes=False, init_api_nodes=False))
-    return importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.server.graph_check")
+    module = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.server.graph_check")
+    return SimpleNamespace(OTHER_MODELS=module.OTHER_MODELS,
+                           check_graph=lambda prompt: module.check_graph(prompt, comfyui.nodes.NODE_CLASS_MAPPINGS))
 
 
 def graph_of(file, patches=(), loader="UNETLoader", positive="text", more=None):

@@ -42,7 +42,7 @@ def loads(models=(), vaes=()):
 
 def check(comfyui, *files):
     module = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.server.graph_check")
-    return module.check_graph(loads(*files))
+    return module.check_graph(loads(*files), comfyui.nodes.NODE_CLASS_MAPPINGS)
 
 
 def test_files_that_the_workers_cannot_have_are_named_with_the_reason(comfyui):
@@ -143,7 +143,7 @@ def statuses(comfyui):
     page = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.server.routes")
     server = SimpleNamespace(routes=web.RouteTableDef(), sockets={}, send_json=None,
                              prompt_queue=SimpleNamespace(currently_running=True))
-    page.add_routes(server)
+    page.add_routes(server, comfyui.nodes.NODE_CLASS_MAPPINGS)
 
     async def ask(headers, body):
         app = web.Application()
@@ -242,7 +242,8 @@ def _app(comfyui):
     """ComfyUI's web application with nothing but the pack's routes."""
     page = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.server.routes")
     routes = web.RouteTableDef()
-    page.add_routes(SimpleNamespace(routes=routes, sockets={}, prompt_queue=SimpleNamespace(currently_running={})))
+    page.add_routes(SimpleNamespace(routes=routes, sockets={}, prompt_queue=SimpleNamespace(currently_running={})),
+                    comfyui.nodes.NODE_CLASS_MAPPINGS)
     app = web.Application(client_max_size=2 ** 26)
     app.add_routes(routes)
     return app

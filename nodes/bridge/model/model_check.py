@@ -11,22 +11,25 @@ import comfy.latent_formats
 
 from ....xdit_backend.checkpoints.quantisation.quantise_on_load import quantisation_of
 from ....xdit_backend.config import ParallelConfig
-from ....xdit_backend.models import FAMILIES
 from ....xdit_backend.protocol.errors import XDiTError
 from ....xdit_backend.protocol.shared_memory import dtype_name
 from ..compatibility.block_patches import refuse_patches, refuse_random_merges
 from ..compatibility.comfyui_version import check_model_type
-from ..compatibility.model_options import SCALES, refuse_model_options, refuse_patcher
-from ..compatibility.proxy_modules import remember_modules
-from ..model.checkpoint_cache import CHECKPOINTS
-from ..model.detection import WEIGHT_DTYPES, Detection
-from ..model.model_patcher import ProxyPatcher
-from ..model.state_dict import weight_sources
+from ..compatibility.model_options import any_family, refuse_described, refuse_model_options, refuse_patcher
+from ..compatibility.proxy_modules import PULID_FLUX, remember_modules
 from ..workers.vram_accounting import load_device_of
 from ..workers.worker_groups import check_packages, devices_of
+from .checkpoint_cache import CHECKPOINTS
+from .detection import WEIGHT_DTYPES, Detection
+from .model_patcher import ProxyPatcher
+from .state_dict import weight_sources
 
 log = logging.getLogger(__name__)
 
+# types of inputs whose nodes patch the model at each call -> description in the message of a run
+REFUSED_INPUTS = {"GLIGEN": "model patches (middle_patch)", "PULIDFLUX": PULID_FLUX}
+# the same of nodes that need another file to be executed
+PATCHES = {"SUPIRApply": "model patches (middle_block_after_patch, output_block_patch, forward_timestep_embed_patch)"}
 MODULES = "diffusion_model"                # object patches under this name depend on the real model
 
 
@@ -66,11 +69,7 @@ class CheckedModel:
 
     @property
     def _family(self):
-        """The file's family; without a file, one that reads every option that some family reads."""
-        return SimpleNamespace(
-            name="this model", options={name for family in FAMILIES.values() for name in family.options},
-            conditioning={SCALES: None}, choices={"ref_latents_method": ()},
-            unsupported_dtypes=()) if self.checkpoint is None else self.checkpoint.family
+        return any_family() if self.checkpoint is None else self.checkpoint.family
 
     def patcher(self):
         return ProxyPatcher(self._model, self._device, self._device)
@@ -106,6 +105,16 @@ class CheckedModel:
     def is_changed(self, patcher):
         """Whether a node has changed the MODEL at all."""
         return _changes_of(patcher) != _changes_of(self.patcher())
+
+
+def refusal_of_node(class_type):
+    """Message with which a run rejects the patches of a node that needs another file to be executed, or None."""
+    return message_of(refuse_described, PATCHES[class_type]) if class_type in PATCHES else None
+
+
+def refusal_of_input(type_):
+    """Message with which a run rejects what a node with an input of this type does to a MODEL, or None."""
+    return message_of(refuse_described, REFUSED_INPUTS[type_]) if type_ in REFUSED_INPUTS else None
 
 
 def message_of(check, *args):
