@@ -69,6 +69,7 @@ def run(folder, comfyui, arguments, program="wine /work/python/python.exe"):
               f"mount --bind {ROOT} {root}/repo", f"mount --bind {comfyui} {root}/ComfyUI",
               f"mount -o remount,bind,ro {root}/ComfyUI"]
     environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1",
+                   "XDG_RUNTIME_DIR": "/tmp",
                    "WINEPREFIX": "/work/prefix", "WINEDEBUG": os.environ.get("WINEDEBUG", "-all"),
                    "WINEDLLOVERRIDES": ",".join(RUNTIME) + "=n,b", "XDIT_COMFYUI": "Z:\\ComfyUI"}
     # mounted for this command only
