@@ -79,11 +79,11 @@ SINGLE = Mesh(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0))
 
 
 def backend_for(devices, has_nccl, requested=""):
-    """Backend of torch.distributed for workers on these devices: NCCL if each has its own CUDA device, shared memory
-    for CPU workers of one machine, else gloo.
+    """Backend of torch.distributed for workers on these devices: NCCL if each has its own CUDA device, else gloo.
 
     NCCL does not support two ranks on one device, and a single rank needs no NCCL. gloo copies CUDA tensors through
-    system RAM. requested: value of XDIT_TRANSPORT; "": none. Raises WorkerStartError if that cannot be used.
+    system RAM. requested: value of XDIT_TRANSPORT, the only way to shared memory (docs/benchmarks.md#exchange);
+    "": none. Raises WorkerStartError if that cannot be used.
     """
     apart = len(set(devices)) == len(devices) > 1 and all(own_name(device).startswith("cuda") for device in devices)
     can_share = len(devices) > 1 and is_supported() and not any(map(machine_of, devices))
@@ -94,8 +94,7 @@ def backend_for(devices, has_nccl, requested=""):
             raise WorkerStartError("Remove the environment variable XDIT_TRANSPORT, or set it to one of "
                                    f"{names}: it is \"{requested}\", which workers on {', '.join(devices)} cannot use.")
         return requested
-    on_cpu = all(own_name(device) == "cpu" for device in devices)
-    return "nccl" if usable["nccl"] else BACKEND if on_cpu and can_share else "gloo"
+    return "nccl" if usable["nccl"] else "gloo"
 
 
 def wait_timeout_s():

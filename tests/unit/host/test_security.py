@@ -96,25 +96,13 @@ def ports_of(client):
     return set().union(*map(listening_ports, workers))
 
 
-def test_a_group_over_shared_memory_has_no_port(client, spec_of):
+def test_no_port_of_a_group_accepts_store_commands(client, spec_of):
     before = listening_ports(psutil.Process())
     client.predict(spec_of("SD3"), layout(ring=2), 4, [call_of(example("SD3"))])
+    ports = ports_of(client)
 
-    assert not ports_of(client) and listening_ports(psutil.Process()) <= before
-
-
-def test_no_port_of_a_group_accepts_store_commands(monkeypatch, spec_of):
-    before = listening_ports(psutil.Process())
-    monkeypatch.setenv("XDIT_TRANSPORT", "gloo")
-    client = Client(("cpu", "cpu"))
-    try:
-        client.predict(spec_of("SD3"), layout(ring=2), 2, [call_of(example("SD3"))])
-        ports = ports_of(client)
-
-        assert ports and listening_ports(psutil.Process()) <= before
-        assert not [port for port in ports if accepts_store_commands(port)]
-    finally:
-        client.close()
+    assert ports and listening_ports(psutil.Process()) <= before                       # of gloo
+    assert not [port for port in ports if accepts_store_commands(port)]
 
 
 def test_a_tcp_store_would_be_found():

@@ -1,8 +1,8 @@
 """Time exchanges between ranks of this machine over shared memory, gloo and NCCL.
 
 Each rank sends so many bytes to each other rank and receives as many (all-to-all, as Ulysses), or sends them to the
-next one (hop, as Ring). The transports take turns in rounds of ten exchanges. Times are those of rank 0. On GPUs, NCCL is timed if
-each rank has its own, and copies between a GPU and page-locked memory are shown for comparison.
+next one (hop, as Ring). The transports alternate in rounds of ten exchanges. Times are those of rank 0. On GPUs, NCCL
+is timed if each rank has its own, and copies between a GPU and page-locked memory are shown for comparison.
 """
 
 import datetime
@@ -30,7 +30,7 @@ TIMEOUT = datetime.timedelta(seconds=600)
 def add_arguments(parser):
     parser.add_argument("--megabytes", type=float, nargs="+", default=(1.0, 16.0, 64.0), help="sizes of a message")
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks")
-    parser.add_argument("--rounds", type=int, default=10, help="rounds of ten exchanges of each size over each transport")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds of ten exchanges, of each size and transport")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
                         help="auto: CUDA if available; ranks share a GPU if there are too few")
 
