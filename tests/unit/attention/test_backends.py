@@ -69,8 +69,8 @@ def test_each_kernel_attends_as_torch_does(installed, name, heads, key_heads, to
     within((out - wanted).abs().max(), 1e-10)
     assert out.shape == wanted.shape and use.counts == {name: 1}
     if name in WITHOUT_LSE:
-        with pytest.raises(UnsupportedError, match=f"^Set attention to sdpa .* selects {name}: .* gives no log-sum-exp, "
-                                                   "which ring_degree needs; with ulysses_degree instead"):
+        with pytest.raises(UnsupportedError, match=f"^Set attention to sdpa .* selects {name}: .* gives no "
+                                                   "log-sum-exp, which ring_degree needs; with ulysses_degree instead"):
             attend_with_lse(q, k, v, use, scale=scale)
         return
     (merged, lse), (_, wanted_lse) = (attend_with_lse(q, k, v, of, scale=scale) for of in (use, BackendUse()))
