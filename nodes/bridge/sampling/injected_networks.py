@@ -87,7 +87,7 @@ def _text_guides(family, config, x, functions):
     """
     if not functions:
         return []
-    if family.is_unet or not family.plan.text_attention:
+    if family.plan.is_unet or not family.plan.text_attention:
         raise UnsupportedError("Remove the node that guides attention to the text (such as WanVideoNAG): xDiT does not "
                                f"support it for {family.name}.")
     guides = {(id(text), *strengths): (text, *strengths) for text, *strengths in map(text_guide, functions.values())}

@@ -272,3 +272,25 @@ def test_a_lora_alone_is_rejected_where_it_alone_differs(comfyui, user, loras, c
     with pytest.raises(comfyui.errors.UnsupportedError, match=SENTENCE.format("SD3") + re.escape(
             "OpenAISignatureMMDITWrapper predicts another latent in a test with a LoRA in the publisher's names")):
         comfyui.sample(loras.load(ours, loras.file("sd3", adapter="lora")), "sd3", steps=1)
+
+
+def _as_comfyui_makes_them(monkeypatch):
+    """Undo what tests/support/tiny_checkpoints.py has made thin."""
+    import comfy.ldm.ace.model as ace
+    import comfy.ldm.anima.model as anima
+    import comfy.ldm.genmo.joint_model.asymm_models_joint as mochi
+    from comfy.ldm.genmo.joint_model.layers import FeedForward
+    from comfy.ldm.triposplat.model import LatentSeqMMFlowModel
+    monkeypatch.setattr(ace, "LyricEncoder", ace.LyricEncoder.func)
+    monkeypatch.setattr(anima, "LLMAdapter", anima.LLMAdapter.func)
+    monkeypatch.setattr(mochi, "FeedForward", FeedForward)
+    monkeypatch.setattr(LatentSeqMMFlowModel, "_forward", LatentSeqMMFlowModel._forward.__wrapped__)
+
+
+@pytest.mark.everyone
+@pytest.mark.parametrize("kind", by_default(("anima", "triposplat"), ("anima", "triposplat", "mochi", "ace-step-1.0")))
+def test_components_of_fixed_size_are_narrowed(comfyui, check, monkeypatch, kind):
+    base_model = comfyui.ours(kind, comfyui.config()).model
+    _as_comfyui_makes_them(monkeypatch)
+
+    assert check.compare(check.build_pair(families()[kind], base_model)) == {"prediction": "", "lora": ""}

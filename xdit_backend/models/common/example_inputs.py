@@ -33,7 +33,7 @@ class ExampleCall:
 def example_call(family, config, generator):
     """A small random call of a family's class. config: of the model."""
     batch = family.test_config.frames if family.has_frames_as_batch else 1
-    size = latent_size(family, *SIDES_OF.get(family.name, UNET_SIDES if family.is_unet else SIDES))
+    size = latent_size(family, *SIDES_OF.get(family.name, UNET_SIDES if family.plan.is_unet else SIDES))
     latent = torch.randn(batch, family.taken_channels(config), *size, generator=generator)
     conditioning = conditioning_of(family, config, generator, {"context": NUM_TOKENS}, batch, size)
     conditioning.pop("face_pixel_values", None)                # of 512 x 512 pixels
@@ -51,11 +51,11 @@ def example_call(family, config, generator):
     elif "frame_rate" in (*family.conditioning, *family.ignored):
         found["attention_mask"] = None
     timestep = torch.full((batch,), SIGMA * family.time_scale)
-    if family.components:
-        name, *_ = family.components
-        component = torch.randn(family.call_shapes(config, latent.shape, NUM_AUDIO)[name], generator=generator)
-        latent = [family.first_component(latent), component]
-        if "audio_times" in family.call_shapes(config, latent[0].shape, NUM_AUDIO):
+    if family.components.names:
+        name, *_ = family.components.names
+        component = torch.randn(family.components.shapes(config, latent.shape, NUM_AUDIO)[name], generator=generator)
+        latent = [family.components.first(latent), component]
+        if "audio_times" in family.components.shapes(config, latent[0].shape, NUM_AUDIO):
             timestep = timestep, torch.full((batch,), AUDIO_SIGMA * family.time_scale)
     return ExampleCall(latent, timestep, found, options)
 

@@ -58,7 +58,7 @@ def small_subject(name, folder):
     import diffusers
     family, path = FAMILIES[name], Path(folder) / "small" / name
     columns, rows, frames = CHECKED[name]
-    if family.is_unet:
+    if family.plan.is_unet:
         return unet_subject(name, SMALL_WIDTH, (columns, rows), folder)
     torch.manual_seed(SEED)
     getattr(diffusers, family.transformer).from_config(family.test_config.config).save_pretrained(path / "transformer")
@@ -79,7 +79,7 @@ def cut_subject(name, published, arguments, dtype, size, folder, frames=1):
     import diffusers
     about = PUBLISHED[published]
     family, config = FAMILIES[about.family], about.config | arguments
-    path = Path(folder) / "cut" / published / ("unet" if family.is_unet else "transformer")
+    path = Path(folder) / "cut" / published / ("unet" if family.plan.is_unet else "transformer")
     path.mkdir(parents=True)
     with torch.device("meta"):
         getattr(diffusers, family.transformer).from_config(config).save_config(path)

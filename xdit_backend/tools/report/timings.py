@@ -64,7 +64,7 @@ def models(is_cuda):
 
 def timed_layouts(subject, num_devices):
     """{name: degrees} to time: one device, each method on all devices, and CFG with each other method on four."""
-    branches, is_unet = len(subject.calls), subject.family.is_unet
+    branches, is_unet = len(subject.calls), subject.family.plan.is_unet
     methods = ["displaced"] if is_unet else ["ulysses", "ring", "tensor", "pipefusion"]
     heads = None if is_unet else subject.family.num_heads(subject.checkpoint.config)
     blocks = None if is_unet else subject.family.num_blocks(subject.checkpoint.config)
@@ -199,7 +199,7 @@ def counted(subject, way):
 def estimates(subject, ways, machine, steps):
     """({layout: estimated seconds per step}, layout that auto mode would choose). ({}, "") for a U-Net."""
     family = subject.family
-    if family.is_unet:
+    if family.plan.is_unet:
         return {}, ""
     dims = dims_of(family, subject.checkpoint.meta_model(), subject.spec())
     first = subject.calls[0]
