@@ -124,7 +124,8 @@ def refuse_model_options(model_options, family):
 def any_family():
     """A family for a file that is not known: it reads every option that some family reads, so that nothing is rejected
     which its own family may support."""
-    return SimpleNamespace(name="this model", options={name for one in FAMILIES.values() for name in one.options},
+    options = {name for one in FAMILIES.values() for name in one.components.options}
+    return SimpleNamespace(name="this model", components=SimpleNamespace(options=options),
                            conditioning={SCALES: None}, choices={"ref_latents_method": ()}, unsupported_dtypes=())
 
 

@@ -173,11 +173,11 @@ def _rounds_factors():
 
 def predict(family, model, config, call):
     """Predict as the workers do for a call of ComfyUI's class, without communication: like the latent."""
-    latent, options, finish = family.rescale_components(call.latent, call.timestep, call.arguments, call.options)
+    latent, options, finish = family.components.rescale(call.latent, call.timestep, call.arguments, call.options)
     arguments, timestep = family.unfold(call.arguments | variant_of(family)), call.timestep
     of_call, has_components = family.per_call_inputs(timestep, options), isinstance(latent, list)
     if has_components:
-        latent, timestep, of_call = family.split_components(latent, timestep, config, options)
+        latent, timestep, of_call = family.components.split(latent, timestep, config, options)
     conditioning = family.tensors(arguments) | of_call
     inputs = family.inputs(latent, timestep, conditioning, config)
     if family.is_comfyuis:
@@ -185,7 +185,7 @@ def predict(family, model, config, call):
     output = model(**inputs, return_dict=False)[0]
     prediction = family.prediction(output, latent)
     if has_components:
-        prediction = [family.first_component(prediction), *family.component_predictions(output).values()]
+        prediction = [family.components.first(prediction), *family.component_predictions(output).values()]
     return finish(prediction)
 
 

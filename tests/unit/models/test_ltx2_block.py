@@ -13,6 +13,7 @@ from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE
 from xdit_backend.hooks.transformer import Hooks
 from xdit_backend.models.ltx2_block import AGAIN
+from xdit_backend.protocol.specs import ForwardOptions
 
 EXACT = 1e-12
 
@@ -57,8 +58,8 @@ def test_the_updated_context_is_part_of_the_one_graph_of_all_blocks():
     hooks, graphs = Hooks(one.model, one.family.plan), []
 
     for _ in range(2):
-        context = one.loaded(hooks).context(SINGLE, Traffic(), one.latent, one.timestep, one.conditioning)
-        context.compile_backend = "reusing"
+        context = one.loaded(hooks).context(SINGLE, Traffic(), one.latent, one.timestep, one.conditioning,
+                                            options=ForwardOptions(compile_backend="reusing"))
         within(largest(one, hooks.run(context)[0], wanted), EXACT)
         graphs.append(counters["stats"]["unique_graphs"])
 

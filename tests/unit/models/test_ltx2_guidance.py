@@ -13,8 +13,9 @@ from tests.support.tolerances import InDouble, within
 from tests.unit.parallel.test_tensor_parallel import on_shares
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE, build_mesh
+from xdit_backend.hooks.forward_context import ModelPatches
 from xdit_backend.hooks.transformer import Hooks
-from xdit_backend.protocol.specs import Layout
+from xdit_backend.protocol.specs import ForwardOptions, Layout
 
 EXACT, BLOCK = 1e-12, 1
 OPERATIONS = {f"double_block.{BLOCK}": "values"}
@@ -39,8 +40,8 @@ def largest(found, wanted):
 
 def run_with_values(one, hooks, mesh, compile_backend=""):
     context = one.loaded(hooks).context(mesh, Traffic(), one.latent, one.timestep, one.conditioning,
-                                        operations=OPERATIONS)
-    context.compile_backend = compile_backend
+                                        patches=ModelPatches(operations=OPERATIONS),
+                                        options=ForwardOptions(compile_backend=compile_backend))
     return one.family.prediction(hooks.run(context)[0], one.latent)
 
 
