@@ -34,7 +34,7 @@ class Channel:
     raw: connection.Connection
 
     def __post_init__(self):
-        self._lock = threading.Lock()
+        self._lock, self._ended_with = threading.Lock(), ()    # Connections that `end` shuts down too
 
     def send(self, message):
         raw = encode(message)
@@ -72,8 +72,9 @@ class Channel:
 
     def end(self):
         """Shut the connection down, from any thread: pending calls at both ends raise ChannelClosedError."""
-        with suppress(OSError), _socket_of(self.raw) as connected:
-            connected.shutdown(socket.SHUT_RDWR)
+        for raw in (self.raw, *self._ended_with):
+            with suppress(OSError), _socket_of(raw) as connected:
+                connected.shutdown(socket.SHUT_RDWR)
 
     def close(self):
         self.raw.close()
@@ -123,6 +124,8 @@ class ChannelListener:
 def pair():
     """Return two connected Channels of this process, without time limits; `end` wakes both."""
     first, second = (Channel(connection.Connection(end.detach())) for end in system.socket_pair())
+    # a full TCP socket does not notice that its peer was shut down
+    first._ended_with, second._ended_with = (second.raw,), (first.raw,)
     return first, second
 
 

@@ -4,6 +4,7 @@ import multiprocessing.connection as connection
 import os
 import struct
 import threading
+import time
 
 import pytest
 
@@ -98,8 +99,10 @@ def test_what_is_no_message_ends_the_connection_and_nothing_else(channel_listene
     with pytest.raises(ChannelClosedError):
         assert host.receive() == Stop()
         host.receive()
-    with pytest.raises(ChannelClosedError):
-        host.send(Stop())
+    with pytest.raises(ChannelClosedError):                    # TCP notices with a later message
+        for _ in range(1000):
+            host.send(Stop())
+            time.sleep(0.01)
     following, worker = accept_while(channel_listener, lambda: connect(tmp_path))
     worker.send(Stop())
     assert following.receive() == Stop()
@@ -177,7 +180,7 @@ def test_who_takes_no_messages_counts_as_gone(tmp_path):
     host, _worker = accept_while(channel_listener, lambda: connect(tmp_path))
 
     with pytest.raises(ChannelClosedError, match="accepts no data"):
-        for _ in range(100):
+        for _ in range(10_000):                                # a socket of TCP takes some megabytes
             host.send(DropConditioning(1, ["conditioning"] * 1000))
     host.close()
     channel_listener.close()
