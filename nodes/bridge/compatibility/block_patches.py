@@ -18,6 +18,7 @@ from . import image_adapters, unet_patches
 from .ltx_guidance import value_blocks
 from .unet_patches import cell
 
+ANY_SIZE = 1, 1, 1, 1                       # of a latent, for checks before a run
 HYPERNETWORK = "load_hypernetwork_patch.<locals>.hypernetwork_patch.__call__"
 LLLITE_OF_ATTENTION = "lllite.py", "AnimaLLLiteAttentionPatch.__call__"
 # layers that an LLLite's patches of each kind apply to
@@ -283,7 +284,7 @@ def refuse_patches(family, config, transformer_options):
     refuse_random_merges(transformer_options)
     for check in (guided_of, free_u_of, caches_references):
         check(family, transformer_options)
-    operations_of(family, config, transformer_options)
+    operations_of(family, config, transformer_options, ANY_SIZE, 1)
 
 
 class Scores:

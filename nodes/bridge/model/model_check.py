@@ -15,6 +15,7 @@ from ....xdit_backend.protocol.errors import XDiTError
 from ....xdit_backend.protocol.shared_memory import dtype_name
 from ..compatibility.block_patches import refuse_patches, refuse_random_merges
 from ..compatibility.comfyui_version import check_model_type
+from ..compatibility.forward_patches import ForwardPatches
 from ..compatibility.model_options import any_family, refuse_described, refuse_model_options, refuse_patcher
 from ..compatibility.proxy_modules import PULID_FLUX, remember_modules
 from ..workers.vram_accounting import load_device_of
@@ -50,7 +51,7 @@ class CheckedModel:
         storage_dtype, compute_dtype = map(dtype_name, dtypes)
         self._model.remote = SimpleNamespace(
             family=self._family, load_device=self._device, bytes_on=lambda device: 0,
-            modules=remember_modules(self._model.diffusion_model),
+            modules=remember_modules(self._model.diffusion_model), forwards=ForwardPatches(),
             spec=SimpleNamespace(storage_dtype=storage_dtype, compute_dtype=compute_dtype, quantisation=""))
 
     def _load(self, path, weight_dtype):

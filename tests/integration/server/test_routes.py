@@ -66,7 +66,6 @@ def test_files_that_the_workers_cannot_have_are_named_with_the_reason(comfyui):
 def test_models_of_newer_comfyuis_are_named_before_a_conversion(comfyui):
     """Of MiniMax Music 3 the tensors differ; of Wan Animate 2 only the metadata, by which ComfyUI recognises it; and a
     quantised format is named in a layer's metadata."""
-    page = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.server.routes")
     folder, said = comfyui.base / "diffusion_models", {"transformer": {"model_type": "animate2"}}
     write_header(folder / "music.safetensors", {
         "cond_layer_logits": (8,), "latent_conditioners.0.weight": (2048, 4096, 3),
@@ -77,8 +76,8 @@ def test_models_of_newer_comfyuis_are_named_before_a_conversion(comfyui):
     save_file(wan | {f"{layer}.comfy_quant": torch.tensor(list(b'{"format": "int3_of_2027"}'), dtype=torch.uint8)},
               folder / "int3.safetensors")
 
-    found = page.refusals([f"{name}.safetensors" for name in ("music", "animate2", "int3")] + [comfyui.file("wan-i2v")],
-                          [])["models"]
+    found = check(comfyui, [*(f"{name}.safetensors" for name in ("music", "animate2", "int3")),
+                            comfyui.file("wan-i2v")])["models"]
 
     assert set(found) == {"music.safetensors", "animate2.safetensors", "int3.safetensors"}
     assert found["music.safetensors"].startswith("music.safetensors is a MiniMax Music 3 model, which xDiT does not")
@@ -88,9 +87,9 @@ def test_models_of_newer_comfyuis_are_named_before_a_conversion(comfyui):
 
 
 def test_types_that_the_page_takes_over_are_known_to_both_loaders(comfyui):
-    """web/convert.js: all types of Load Diffusion Model that Load xDiT Model knows too, and no other."""
-    script = (ROOT / "web" / "convert.js").read_text(encoding="utf-8")
-    taken = json.loads(re.search(r'UNETLoader: \{ file: "unet_name", dtypes: (\[.*?\]) \}', script)[1])
+    """web/packs.js: all types of Load Diffusion Model that Load xDiT Model knows too, and no other."""
+    script = (ROOT / "web" / "packs.js").read_text(encoding="utf-8")
+    taken = json.loads(re.search(r"DTYPES = (\[.*?\]);", script)[1])
 
     native, = comfyui.nodes.UNETLoader.INPUT_TYPES()["required"]["weight_dtype"][:1]
     assert taken == [one for one in native if one in comfyui.detection.WEIGHT_DTYPES]

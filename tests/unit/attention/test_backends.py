@@ -127,7 +127,7 @@ def test_a_package_that_is_missing_or_broken_or_too_old_is_named(tmp_path, monke
         unusable = backends.unusable(torch.device("cuda:0"))
     assert unusable["sage"] == "" and "compute capability 9.x, and cuda:0 has 8.9" in unusable["flash3"]
     here = backends.unusable(torch.device("cpu"))
-    with pytest.raises(UnsupportedError, match=r"selects sage: sage on cpu is not installed \(package sage"):
+    with pytest.raises(UnsupportedError, match=r"select one: sage on cpu is not installed \(package sage"):
         refuse_unusable(BackendChoice("sage", True), {0: {"sage": ""}, 1: here}, ("cuda:0", "cpu"))
     refuse_unusable(BackendChoice("sage"), {0: here}, ("cpu",))
     refuse_unusable(BackendChoice("sdpa", True), {0: here}, ("cpu",))
