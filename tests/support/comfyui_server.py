@@ -69,7 +69,9 @@ class Host(contextlib.AbstractContextManager):
         self.log = Path(base) / "comfyui.log"
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         command = [
-            sys.executable, str(Path(comfyui) / "main.py"), "--listen", "127.0.0.1", "--port", str(self.port),
+            # its log, a file here, has names of folders in any language
+            sys.executable, "-X", "utf8", str(Path(comfyui) / "main.py"),
+            "--listen", "127.0.0.1", "--port", str(self.port),
             "--base-directory", str(base), "--database-url", "sqlite:///:memory:", "--disable-auto-launch",
             *(["--cpu"] if cpu else []),
         ]

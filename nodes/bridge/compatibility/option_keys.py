@@ -17,6 +17,8 @@ OTHERS = "text_encoders"                   # whose model_options are those of a 
 LOOKUPS = "get", "pop", "setdefault"       # methods of a dict
 # callable objects that look up their own text: (file, function)
 RECORDS = {("helper.py", "ExtraOptions.__call__")}             # RES4LYF's extra_options of a sampler
+# keys that packs' patches inside a model read from other files than their own: AnimateDiff's window, by IP-Adapter's
+READ_BY_PATCHES = {"ad_params"}
 MAX_DEPTH = 8                              # of containers in an option
 
 
@@ -33,12 +35,12 @@ def is_read(options, key):
 
 
 def is_read_by_patches(key, transformer_options):
-    """Whether a key is in the file of a function that nodes have put inside the model."""
+    """Whether functions that nodes have put inside the model may read a key: it is in the file of one."""
     patches = transformer_options.get("patches", {}).values()
     replaced = transformer_options.get("patches_replace", {}).values()
     functions = [function for each in patches for function in each] + [
         function for each in replaced for function in each.values()]
-    return any(_quotes(text, key) for text in map(_source_of, functions))
+    return bool(functions and key in READ_BY_PATCHES) or any(_quotes(text, key) for text in map(_source_of, functions))
 
 
 def _source_of(function):
