@@ -202,13 +202,13 @@ export const ZH = {
   "Use cfg_degree or data_degree instead of displaced_degree: Smoothed Energy Guidance blurs queries over the full image.":
     "请用 cfg_degree 或 data_degree 代替 displaced_degree：Smoothed Energy Guidance 会在整幅图像上模糊查询。",
   "Remove RifleX, or the node that scales positions, adds references or sets a first frame: for {} xDiT does not combine them.":
-    "请移除 RifleX，或移除缩放位置、添加参考图或设置首帧的节点：对于 {}，xDiT 不支持将它们组合使用。",
+    "请移除 RifleX，或移除缩放位置、添加参考图或设置首帧的节点：对于 {0}，xDiT 不支持将它们组合使用。",
   "Remove the node that guides attention to the text (such as WanVideoNAG): xDiT does not support it for {}.":
-    "请移除引导文本注意力的节点（例如 WanVideoNAG）：xDiT 不支持将其用于 {}。",
+    "请移除引导文本注意力的节点（例如 WanVideoNAG）：xDiT 不支持将其用于 {0}。",
   "Use one node that guides attention to the text, in all blocks: xDiT does not support {} of them in {} of {} blocks.":
     "请只用一个引导文本注意力的节点，并作用于所有块：xDiT 不支持 {0} 个这样的节点作用于 {2} 个块中的 {1} 个。",
   "Set batch_size to 1, or input_type of WanVideoNAG to batch with cfg 1: otherwise the node mixes the images of a batch, and this call has {}.":
-    "请把 batch_size 设为 1，或把 WanVideoNAG 的 input_type 设为 batch 并使用 cfg 1：否则该节点会混合一批中的图像，而本次调用有 {} 个。",
+    "请把 batch_size 设为 1，或把 WanVideoNAG 的 input_type 设为 batch 并使用 cfg 1：否则该节点会混合一批中的图像，而本次调用有 {0} 个。",
   "Install the package, or select another attention in xDiT Parallel Config and in nodes that select one: {} on {} {}.":
     "请安装该软件包，或在 xDiT Parallel Config 以及选择 attention 的节点中另选一种：{1} 上的 {0} {2}。",
   "Set attention to sdpa in xDiT Parallel Config, or remove the node that selects {}: {} rejects queries of shape {} and type {} ({}: {}).":
