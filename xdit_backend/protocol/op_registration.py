@@ -10,7 +10,16 @@ import typing
 import torch
 
 PACKAGE = __name__.rpartition(".protocol.")[0]
-NAMESPACE = "xdit" if PACKAGE == "xdit_backend" else "xdit_" + re.sub(r"\W", "_", PACKAGE)
+
+
+def namespace_of(package):
+    """Namespace for a package's name, which is a path under ComfyUI: torch accepts letters of ASCII only."""
+    if package == "xdit_backend":
+        return "xdit"
+    return "xdit_" + re.sub(r"\W", "_", "".join(each if each.isascii() else f"_{ord(each):x}_" for each in package))
+
+
+NAMESPACE = namespace_of(PACKAGE)
 
 
 def operator(function):

@@ -4,6 +4,7 @@ import typing
 
 import torch
 
+from xdit_backend.protocol import op_registration
 from xdit_backend.protocol.op_registration import operator
 
 
@@ -17,3 +18,10 @@ def test_a_list_is_annotated_as_the_oldest_supported_pytorch_knows_it():
     assert hints["tensors"] == typing.List[torch.Tensor] and hints["sizes"] == typing.List[int]  # noqa: UP006
     assert all(not isinstance(hint, type(list[int])) for hint in hints.values())
     assert test_sum_of_a_list([torch.ones(2)] * 3, [1, 2]).tolist() == [6.0, 6.0]
+
+
+def test_folders_in_any_language_have_namespaces_that_torch_accepts():
+    first, second = (op_registration.namespace_of(f"C:\\Jürgen {name}\\xdit_backend") for name in "图片")
+
+    assert first != second and first.isascii() and first.isidentifier()
+    torch.library.define(f"{first}::nothing", "() -> ()")
