@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from .. import system
 from ..protocol import timeouts
 from ..protocol.devices import machine_of, own_name
 from ..protocol.errors import ConfigError, WorkerStartError
 from .shared_memory.process_group import BACKEND
-from .shared_memory.segments import is_supported
 
 AXES = ("data", "cfg", "pipefusion", "displaced", "ring", "ulysses", "tensor")
 MIN_GROUP_TIMEOUT_S = 60       # creating a group takes seconds, and is subject to its timeout too
@@ -86,7 +86,7 @@ def backend_for(devices, has_nccl, requested=""):
     "": none. Raises WorkerStartError if that cannot be used.
     """
     apart = len(set(devices)) == len(devices) > 1 and all(own_name(device).startswith("cuda") for device in devices)
-    can_share = len(devices) > 1 and is_supported() and not any(map(machine_of, devices))
+    can_share = len(devices) > 1 and system.has_exchange_segments() and not any(map(machine_of, devices))
     usable = {"gloo": True, BACKEND: can_share, "nccl": apart and has_nccl}
     if requested:
         if not usable.get(requested):

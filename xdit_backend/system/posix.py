@@ -25,8 +25,8 @@ assert sys.platform != "win32"             # for mypy
 
 __all__ = ["ABORTED", "CUDA_ALLOCATOR", "EXIT_CODES", "FAMILY", "HAS_TORCHRUN", "INHERITED", "TERMINATION_SIGNALS",
            "TORCH_WITHOUT_GLOO", "Job", "SharedMemory", "after_fork_in_child", "can_send", "connect", "description",
-           "drop_from_cache", "end_with_parent", "facts", "free_commit_bytes", "is_private", "limit_waits", "listen",
-           "lock", "loopback", "make_private", "map_file", "map_shared", "memory_folder", "name_process", "num_cores",
+           "drop_from_cache", "end_with_parent", "facts", "free_commit_bytes", "has_exchange_segments", "is_private",
+           "limit_waits", "listen", "lock", "loopback", "make_private", "map_file", "map_shared", "memory_folder", "name_process", "num_cores",
            "open_output", "open_unlocked", "private_bytes", "python_program", "quoted", "remove_locked", "restrict",
            "rotate", "socket_pair", "store_path", "trim_heap", "user_id", "why_not_fork"]
 
@@ -254,6 +254,11 @@ def rotate(path, before):
 def num_cores():
     """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def has_exchange_segments():
+    """Whether ranks can exchange tensors through shared memory, see exchange_segments.py."""
+    return sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
 def python_program(module, *arguments):

@@ -23,9 +23,9 @@ from xdit_backend.distributed.collectives import (
     start_all_to_all,
 )
 from xdit_backend.distributed.fp8_communication import all_gather_fp8, all_to_all_fp8
-from xdit_backend.distributed.shared_memory import segments
 from xdit_backend.distributed.shared_memory.pair import CHUNK_BYTES, NUM_SLOTS, ExchangeError
 from xdit_backend.distributed.shared_memory.process_group import SMALL_BYTES, SharedMemoryGroup
+from xdit_backend.system import exchange_segments as segments
 
 DTYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16
 # elements: of one chunk and less, of several chunks, on both sides of SMALL_BYTES, and of more than all slots

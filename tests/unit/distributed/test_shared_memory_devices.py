@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from xdit_backend.distributed.shared_memory.memory import DeviceCopies, page_lock, page_unlock
 from xdit_backend.distributed.shared_memory.pair import CHUNK_BYTES, NUM_SLOTS, segment_bytes
 from xdit_backend.distributed.shared_memory.process_group import SharedMemoryGroup
-from xdit_backend.distributed.shared_memory.segments import create_segment, map_segment
+from xdit_backend.system.exchange_segments import create_segment, map_segment
 
 SIZES = 3, CHUNK_BYTES // 4 + 1, 2 * NUM_SLOTS * CHUNK_BYTES // 4
 

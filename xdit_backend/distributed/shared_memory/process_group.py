@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from .memory import DeviceCopies, SegmentMemory
 from .pair import ExchangeError, Pair, Transfer, segment_bytes
-from .segments import Watcher, connect_pairs
 
 BACKEND = "shared_memory"
 SPIN_S = 5e-5                              # how long a waiting rank polls before it sleeps
@@ -35,6 +34,7 @@ def register(folder):
 
 
 def _create(folder, options, _backend_options):
+    from ...system.exchange_segments import connect_pairs  # exists on Linux only
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     timeout_s = options.timeout.total_seconds()
     connected = connect_pairs(options.store, options.group_rank, options.group_size, folder, segment_bytes(),
@@ -104,7 +104,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     """
 
     def __init__(self, rank, ranks, connected, timeout_s):
-        """ranks: in the world, of each rank of the group. connected: of segments.connect_pairs."""
+        """ranks: in the world, of each rank of the group. connected: of system.exchange_segments.connect_pairs."""
+        from ...system.exchange_segments import Watcher
         super().__init__(rank, len(ranks))
         self._rank, self._size, self._ranks, self._timeout_s = rank, len(ranks), ranks, timeout_s
         # nearest following rank first, so that not all ranks send to the same one

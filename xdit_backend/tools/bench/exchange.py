@@ -16,9 +16,9 @@ import time
 import torch
 import torch.distributed as dist
 
+from ... import system
 from ...distributed.collectives import RingExchange, Traffic, on_wire
 from ...distributed.mesh import make_group
-from ...distributed.shared_memory import segments
 from ...distributed.shared_memory.process_group import BACKEND, register
 from ...protocol.errors import ConfigError
 from .worker_groups import count_cuda, devices_of
@@ -36,7 +36,7 @@ def add_arguments(parser):
 
 
 def main(options):
-    if not segments.is_supported():
+    if not system.has_exchange_segments():
         raise ConfigError("Use Linux: the exchange through shared memory is not implemented on this system.")
     devices = devices_of(options.ranks, count_cuda(options.device))
     context = multiprocessing.get_context("spawn")

@@ -2,12 +2,11 @@
 
 import dataclasses
 import math
-import os
-import signal
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
 
+import psutil
 import torch
 from safetensors.torch import load_file
 
@@ -224,7 +223,7 @@ def kill(client, subject):
     layout = Layout(ring_degree=len(client.devices))
     wanted = client.predict(subject.spec(), layout, subject.num_channels, subject.calls[:1])
     last = max(client.report_memory())
-    os.kill(int(client.report_memory()[last]["pid"]), signal.SIGKILL)
+    psutil.Process(int(client.report_memory()[last]["pid"])).kill()
     try:
         client.predict(subject.spec(), layout, subject.num_channels, subject.calls[:1])
     except WorkerDiedError as error:

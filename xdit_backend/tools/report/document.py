@@ -65,7 +65,7 @@ def _machine_lines(report):
     if facts["topology"]:
         lines.append("- links: " + ", ".join(f"{pair} {link}" for pair, link in facts["topology"].items()))
     lines += [f"- {facts['processor']}, {facts['cores']} cores, {facts['system_ram_bytes'] / GB:.0f} GB of system RAM, "
-              f"{facts['system']} {facts['kernel']}",
+              f"{facts['system']}",
               f"- Python {facts['python']}, " + ", ".join(f"{name} {version}" for name, version in packages.items())]
     if facts["nccl"]:
         lines.append(f"- CUDA {facts['cuda']}, cuDNN {facts['cudnn']}, NCCL {facts['nccl']}")

@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ... import system
 from ...host.torchrun import ROOT
 from ...protocol.errors import XDiTError
 from .results import LinkTime, statistics_of
@@ -37,8 +38,7 @@ def measure_links(devices, backend):
     """[LinkTime] of every collective and size. Raises LinkError."""
     with tempfile.TemporaryDirectory(prefix="xdit-report-") as folder:
         job = {"devices": list(devices), "backend": backend, "store": f"{folder}/store"}
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")} if (
-            sys.platform == "linux") else dict(os.environ)
+        environment = {"GLOO_SOCKET_IFNAME": system.loopback()} | os.environ
         processes = [subprocess.Popen([sys.executable, "-m", __name__, json.dumps(job | {"rank": rank})], cwd=ROOT,
                                       env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
                      for rank in range(len(devices))]

@@ -13,6 +13,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from ... import system
 from ...host.doctor import PACKAGES, package_versions
 from ...host.preflight import num_cuda_devices
 
@@ -27,7 +28,7 @@ UNKNOWN = ("", "[N/A]", "[Not Supported]", "N/A", "[Unknown Error]")
 
 def machine_facts():
     """{name: value} of everything that can be read here."""
-    return {"system": platform.system(), "kernel": platform.release(), "architecture": platform.machine(),
+    return {"system": system.description(), "architecture": platform.machine(),
             "processor": _processor(), "cores": os.cpu_count(), "numa_nodes": _num_numa_nodes(),
             "system_ram_bytes": psutil.virtual_memory().total, "python": platform.python_version(),
             "packages": {name: version for name, version in package_versions(PACKAGES).items()

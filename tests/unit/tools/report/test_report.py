@@ -18,7 +18,7 @@ from xdit_backend.tools.bench.worker_groups import start_clients
 from xdit_backend.tools.report import checks, document, links, machine_facts, results
 from xdit_backend.tools.report.report import Progress, make
 
-FACTS = {"system": "Linux", "kernel": "6.1", "processor": "A CPU", "cores": 8, "system_ram_bytes": 64e9,
+FACTS = {"system": "Linux 6.1", "processor": "A CPU", "cores": 8, "system_ram_bytes": 64e9,
          "python": "3.12.1", "packages": {"torch": "2.11.0"}, "cuda": "12.8", "cudnn": 91000, "nccl": "2.28.1",
          "listed_gpus": 2, "peer_access": [[True, True], [True, True]], "topology": {"GPU0 GPU1": "PHB"},
          "gpus": [{"name": "NVIDIA GeForce RTX 4090", "memory_bytes": 24e9, "capability": "8.9",
@@ -200,7 +200,7 @@ def test_an_error_that_does_not_name_the_killed_worker_fails(planned, clients, m
     check = checks.Planned("killed worker", lambda: checks.kill(SimpleNamespace(
         devices=("cpu", "cpu"), predict=_second(clients[1], predict), report_memory=lambda: {1: {"pid": 2 ** 22 - 1}}),
         _subject(planned)))
-    monkeypatch.setattr(checks.os, "kill", lambda *_: None)
+    monkeypatch.setattr(checks.psutil, "Process", lambda pid: SimpleNamespace(kill=lambda: None))
 
     assert "does not name the killed worker" in checks.run_check(check).message
 

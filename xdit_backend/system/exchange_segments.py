@@ -1,6 +1,7 @@
-"""Segments and sockets that connect each pair of ranks, and the operating system's way of waiting for the sockets.
+"""Segments and sockets that connect each pair of ranks on Linux (has_exchange_segments), and Linux's way of waiting for
+the sockets.
 
-Linux: a segment is an unnamed memory file (memfd_create), which one rank of the pair creates and passes to the other
+A segment is an unnamed memory file (memfd_create), which one rank of the pair creates and passes to the other
 through their Unix socket. It has no path that another user could open or that a killed process would leave behind, its
 size is sealed, and a container's limit on /dev/shm does not apply to it.
 """
@@ -13,7 +14,6 @@ import secrets
 import select
 import socket
 import struct
-import sys
 import time
 from pathlib import Path
 
@@ -21,11 +21,6 @@ SEALS = (getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0) |
 PEER_CREDENTIALS = "3i"                    # pid, uid, gid
 RANK = struct.Struct("<I")
 ITIMERSPEC = struct.Struct("4l")            # interval and first expiry, each in seconds and nanoseconds
-
-
-def is_supported():
-    """Whether this system has what the module needs."""
-    return sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
 def create_segment(num_bytes):
