@@ -36,7 +36,8 @@ from .windows_facts import facts, free_commit_bytes  # noqa: E402
 __all__ = ["ABORTED", "CUDA_ALLOCATOR", "EXIT_CODES", "FAMILY", "HAS_TORCHRUN", "INHERITED", "TERMINATION_SIGNALS",
            "TORCH_WITHOUT_GLOO", "Job", "SharedMemory", "after_fork_in_child", "can_send", "connect", "description",
            "drop_from_cache", "end_with_parent", "facts", "free_commit_bytes", "has_exchange_segments", "is_private",
-           "limit_waits", "listen", "lock", "loopback", "make_private", "map_file", "map_shared", "memory_folder", "name_process", "num_cores",
+           "limit_waits", "listen", "lock", "loopback", "make_private", "map_file", "map_shared", "memory_folder",
+           "name_process", "num_cores",
            "open_output", "open_unlocked", "private_bytes", "python_program", "quoted", "remove_locked", "restrict",
            "rotate", "socket_pair", "store_path", "trim_heap", "user_id", "why_not_fork"]
 
