@@ -32,7 +32,7 @@ def limited(comfyui, monkeypatch, num_bytes, kind, **degrees):
 
 
 @pytest.mark.parametrize("kind, degrees",
-                         [("sd3", {"ulysses": 2}), ("sd3", {"pipefusion": 2}), ("sd3", {"displaced": 2}),
+                         [("flux", {"ulysses": 2}), ("flux", {"pipefusion": 2}), ("flux", {"displaced": 2}),
                           pytest.param("sdxl", {"displaced": 2}, marks=pytest.mark.slow)], ids=str)
 def test_what_cannot_fit_is_refused_with_what_would(comfyui, monkeypatch, kind, degrees):
     weights = comfyui.ours(kind, comfyui.config("cpu,cpu", **degrees)).model.remote.bytes_on("cpu") / (
