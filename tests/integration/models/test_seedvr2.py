@@ -116,8 +116,8 @@ def test_its_vae_is_refused_by_name(comfyui, what, tmp_path):
         node.execute(vae=vae, parallel=comfyui.config("cpu"), **given)
     write_header(tmp_path / "vae.safetensors", {
         name: tuple(tensor.shape) for name, tensor in vae.first_stage_model.state_dict().items()})
-    routes = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.server.routes")
-    assert routes.refused_vae(str(tmp_path / "vae.safetensors")).startswith(
+    check = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.server.vae_check")
+    assert check.refused_vae("vae.safetensors", str(tmp_path / "vae.safetensors")).startswith(
         "The VAE in vae.safetensors (SeedVR2's) is not one of ")
 
 
