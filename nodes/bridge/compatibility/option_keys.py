@@ -6,6 +6,7 @@ code of that node runs in ComfyUI's process, with any MODEL. Functions among the
 
 import ast
 import functools
+import inspect
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import comfy.model_sampling
 
 MODEL, TRANSFORMER = "model_options", "transformer_options"    # of a ModelPatcher; of each call
 MODELS = "ldm"                             # ComfyUI's folder of models, whose code gets the second alone
+SAMPLING = "comfy.model_sampling"          # module whose objects are records
 OTHERS = "text_encoders"                   # whose model_options are those of a text encoder
 LOOKUPS = "get", "pop", "setdefault"       # methods of a dict
 # callable objects that look up their own text: (file, function)
@@ -70,7 +72,7 @@ def functions_in(value, depth=0):
 def _is_record(value):
     called = type(value).__call__
     code = getattr(called, "__code__", None)
-    return (any(class_.__module__ == comfy.model_sampling.__name__ for class_ in type(value).__mro__)
+    return (any(class_.__module__ == SAMPLING for class_ in type(value).__mro__)
             or code is not None and (os.path.basename(code.co_filename), called.__qualname__) in RECORDS)
 
 
@@ -82,7 +84,7 @@ def _name_of(value):
 def _files(options):
     """(path, unpacks) of ComfyUI's files that can read these options. unpacks: a file of its package unpacks those of a
     call."""
-    folder = Path(comfy.model_sampling.__file__).parent
+    folder = Path(inspect.getfile(comfy.model_sampling.ModelSamplingDiscrete)).parent
     texts = {path: path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))
              if path.parent != folder / OTHERS}
     unpacking = {path.parent for path, text in texts.items() if options == TRANSFORMER and f"**{options}" in text}

@@ -33,16 +33,16 @@ def test_the_attention_backend_of_a_module_is_no_weight(file_of, tmp_path, caplo
     assert "selects an attention backend for 2 modules" in caplog.text
 
 
-def test_asymmetric_int8_is_rejected_by_name(file_of, tmp_path):
+def test_an_unknown_format_is_rejected_by_name(file_of, tmp_path):
     tensors = load_file(file_of("sd3"))
     rows, columns = tensors[f"{LAYER}.weight"].shape
     tensors |= {f"{LAYER}.weight": torch.zeros(rows, columns // 2, dtype=torch.uint8),
                 f"{LAYER}.weight_s_rel": torch.zeros(rows, columns // 32, dtype=torch.uint8),
                 f"{LAYER}.weight_s_channel": torch.zeros(rows), f"{LAYER}.weight_codebook": torch.zeros(16),
-                f"{LAYER}.comfy_quant": in_bytes({"format": "asym_w4a8_int8"})}
+                f"{LAYER}.comfy_quant": in_bytes({"format": "asym_w3a8_int8"})}
     save_file(tensors, tmp_path / "asym.safetensors")
 
-    with pytest.raises(CheckpointError, match=f"^Use the bf16, .* is quantised in the format asym_w4a8_int8 "
+    with pytest.raises(CheckpointError, match=f"^Use the bf16, .* is quantised in the format asym_w3a8_int8 "
                        rf"\({LAYER}\), which xDiT does not read. It reads float8_e4m3fn"):
         open_checkpoint(tmp_path / "asym.safetensors")
 

@@ -129,9 +129,8 @@ READ = {
                                     8),
     "Z-Image in int4 with ConvRot": (Z_IMAGE, w4a4, "tensors", {"format": "convrot_w4a4"} | CONVROT, "convrot_w4a4", 4)}
 REFUSED = {
-    # as those of MiniMax H3
-    "int4 weights, int8 inputs": (QWEN, w4a8, "tensors", {"format": "asym_w4a8_int8"},
-                        r"in the format asym_w4a8_int8 \(transformer_blocks.0.attn.to_q\).* It reads float8_e4m3fn"),
+    "int3 weights, int8 inputs": (QWEN, w4a8, "tensors", {"format": "asym_w3a8_int8"},
+                        r"in the format asym_w3a8_int8 \(transformer_blocks.0.attn.to_q\).* It reads float8_e4m3fn"),
     "a format to come": (WAN, nvfp4, "metadata", {"format": "nvfp3"}, r"in the format nvfp3 \(blocks.0.self_attn.q\)"),
     "svdq-int4_r32-flux.1-dev": (
         {"transformer_blocks.0.qkv_proj": (9216, 3072)},
