@@ -11,7 +11,7 @@ from xdit_backend.comfyui.install_location import find_comfyui
 from xdit_backend.comfyui.native_models import class_at
 from xdit_backend.hooks import attention_dispatch
 from xdit_backend.hooks.attention_dispatch import AttentionFunctions
-from xdit_backend.hooks.forward_context import HookState
+from xdit_backend.hooks.forward_context import HookState, ModelPatches
 from xdit_backend.models import FAMILIES
 from xdit_backend.worker.self_check import check_split
 
@@ -57,9 +57,9 @@ def test_a_bias_in_queries_and_keys_is_not_rounded_to_8_bits(name, expected, mon
     monkeypatch.setattr(attention_dispatch, "attend", lambda query, key, value, context, layer, backend, scale:
                         backends.append(backend.name) or value)
     for biases in ({}, {"attn1": None}):
-        context = SimpleNamespace(backend=BackendUse(name), biases=biases,
-                                  cuts={("bias", "attn1"): torch.zeros(1, 5, 2)},
-                                  attention=SimpleNamespace(name="attn1", is_exact=False))
+        state = HookState(cuts={("bias", "attn1"): torch.zeros(1, 5, 2)},
+                          attention=SimpleNamespace(name="attn1", is_exact=False))
+        context = SimpleNamespace(backend=BackendUse(name), patches=ModelPatches(biases=biases), state=state)
         functions()._biased(q, q, q, context, None)
 
     assert backends == [name, expected]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+import tests.support.reusing_backend  # noqa: F401
 import tests.unit.parallel.test_displaced as displaced
 from tests.support.model_zoo import example
 from tests.support.ranks import run_ranks
-from tests.support.reusing_backend import reusing
 from tests.support.tiers import by_default
 from tests.support.tolerances import within
 from tests.unit.parallel.test_displaced import ODD, SMALL, predicted, sample, simulated
@@ -40,7 +40,7 @@ def on_ranks(rank, world_size, name, shape, mode, speeds, mutant):
     exchange = Exchange(mesh.displaced_group, world_size, rank, 4096)
 
     def predict(*args):
-        output = predicted(loaded, mesh, exchange, one.conditioning, MODES[mode], set(), reusing, *args)
+        output = predicted(loaded, mesh, exchange, one.conditioning, MODES[mode], set(), "reusing", *args)
         graphs.append(counters["stats"]["unique_graphs"])
         return output
     latent = sample(predict, one.latent, 1, heun=1)

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tests.support.reusing_backend  # noqa: F401
 import xdit_backend.hooks.unet as row_hooks
 import xdit_backend.parallel.displaced as displaced
 import xdit_backend.parallel.displaced_exchange as exchange_module
 from tests.support.displaced_oracle import StaleTransformer, StaleUNet
 from tests.support.model_zoo import ALIKE, example, having, hold_share
 from tests.support.ranks import run_ranks
-from tests.support.reusing_backend import reusing
 from tests.support.tiers import by_default
 from tests.support.tolerances import unrounded, within
 from xdit_backend.checkpoints.model_dims import exchanged_bytes
@@ -340,7 +340,7 @@ def test_transformers_equal_the_oracle(name, layout):
 def test_compiled_blocks_send_what_their_graphs_then_overwrite(name):
     """As inductor's graphs do; what an exchange keeps for the next call is a copy."""
     of_oracle, of_model, displaced_of_model = check_transformer(name, Layout(displaced_degree=2), TRANSFORMER,
-                                                                backend=reusing)
+                                                                backend="reusing")
 
     within(of_oracle, EXACT)
     within(of_model, EXACT)
