@@ -19,6 +19,7 @@ from xdit_backend.checkpoints.build_transformer import build
 from xdit_backend.checkpoints.tensor_sharding import Split, tensor_splits
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import build_mesh
+from xdit_backend.hooks.forward_context import HookState
 from xdit_backend.hooks.transformer import Hooks
 from xdit_backend.models import FAMILIES
 from xdit_backend.parallel.stale_kv_cache import KeyValues
@@ -156,7 +157,7 @@ def test_a_norm_over_all_heads_moves_ten_bytes_a_number(monkeypatch):
     """In bfloat16: it is read for its squares, read and written by their root, and read and written by the weights."""
     monkeypatch.setattr(tensor, "_sums", lambda tensors, now: tensors)
     with fake_cuda_device(monkeypatch) as work_of, torch.device(CUDA):
-        attention, now = torch.nn.Module(), SimpleNamespace(precomputed={})
+        attention, now = torch.nn.Module(), SimpleNamespace(state=HookState())
         attention.to_q, attention.norm_q = torch.nn.Identity(), torch.nn.RMSNorm(2560, eps=1e-6, dtype=torch.bfloat16)
         tensor._install_norms(attention, "attn", {"norm_q": 5120}, lambda: now)
         query = torch.empty(1, 4096, 2560, dtype=torch.bfloat16)
