@@ -179,7 +179,8 @@ def test_packages_are_timed_beside_torchs_own_attention_and_the_forecast_reads_t
     finally:
         kernel_packages.forget()
 
-    assert set(numbers) == {f"kernel {name} {head}" for name in ("flash", "sage", "comfy_kitchen_int8") for head in (64, 128)}
+    names = "flash", "sage", "comfy_kitchen_int8"
+    assert set(numbers) == {f"kernel {name} {head}" for name in names for head in (64, 128)}
     assert numbers["kernel sage 64"] < 0.5
     plain = Device(1e12, 1e12, 1e11, kernels={"sage 128": 2.0, "sage 64": 1.5})
     assert plain.by_backend("flash") == plain and plain.by_backend("sage").attention_rate(128) == 2e12
