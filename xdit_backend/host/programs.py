@@ -13,8 +13,8 @@ import psutil
 
 from .. import system
 from . import logs
+from .supervisor import POLL_S, poll_ended
 
-POLL_S = 0.02
 WHY_NOT_FORKED = system.why_not_fork() or "torchrun is not used"
 
 
@@ -69,10 +69,7 @@ class Programs:
         return all(process.poll() is not None for process in self._processes)
 
     def wait_ended(self, timeout_s):
-        deadline_s = time.monotonic() + timeout_s
-        while not self.has_ended and time.monotonic() < deadline_s:
-            time.sleep(POLL_S)
-        return self.has_ended
+        return poll_ended(self, timeout_s)
 
     def workers(self):
         found = {}

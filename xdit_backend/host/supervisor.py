@@ -1,9 +1,11 @@
 """Interface of a process supervisor, which starts the workers of one machine and reports how they end.
 
-Linux has one implementation: torchrun, forked from a process that has imported the workers' libraries (forkserver.py).
+On Linux it is torchrun, forked from a process that has imported the workers' libraries (forkserver.py), on Windows
+programs.py.
 A supervisor does no rendezvous: ranks, world size and the store are known before it starts.
 """
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +13,7 @@ from typing import Protocol
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]         # the folder that contains the package, for the workers' PYTHONPATH
+POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,14 @@ class WorkerProcesses(Protocol):
         workers: processes of ranks, which are killed even if the supervising process is already gone.
         timeout_s: None kills at once.
         """
+
+
+def poll_ended(processes, timeout_s):
+    """WorkerProcesses.wait_ended by polling has_ended."""
+    deadline_s = time.monotonic() + timeout_s
+    while not processes.has_ended and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+    return processes.has_ended
 
 
 class Supervisor(Protocol):

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,11 +12,10 @@ import psutil
 from .. import system
 from ..comfyui.install_location import FOLDER, find_comfyui
 from ..protocol.devices import own_name
-from .supervisor import ROOT
+from .supervisor import ROOT, poll_ended
 
 # file in a group's folder in memory: torchrun's log of workers that failed
 FAILED = "failed"
-POLL_S = 0.02
 # process name of a forked worker (worker/bootstrap.py); others have LOCAL_RANK in their environment
 FORKED = re.compile(r"xdit rank (\d+)")
 # CPU workers: every layer allocates its activations, and returning them to the system each time causes page faults. In
@@ -84,10 +82,7 @@ class Torchrun(psutil.Process):
             return True
 
     def wait_ended(self, timeout_s):
-        deadline_s = time.monotonic() + timeout_s
-        while not self.has_ended and time.monotonic() < deadline_s:
-            time.sleep(POLL_S)
-        return self.has_ended
+        return poll_ended(self, timeout_s)
 
     def workers(self):
         ranks = {}

@@ -28,6 +28,7 @@ UNKNOWN = ("", "[N/A]", "[Not Supported]", "N/A", "[Unknown Error]")
 
 def machine_facts():
     """{name: value} of everything that can be read here."""
+    queried = _queried()
     return {"system": system.description(), "architecture": platform.machine(),
             "processor": _processor(), "cores": os.cpu_count(), "numa_nodes": _num_numa_nodes(),
             "system_ram_bytes": psutil.virtual_memory().total, "python": platform.python_version(),
@@ -35,7 +36,7 @@ def machine_facts():
                          if version != "not installed"},
             "cuda": torch.version.cuda, "rocm": torch.version.hip,
             "cudnn": torch.backends.cudnn.version() if num_cuda_devices() else None,
-            "nccl": _nccl(), "gpus": gpus(), "listed_gpus": len(_queried()), "peer_access": peer_access(),
+            "nccl": _nccl(), "gpus": gpus(queried), "listed_gpus": len(queried), "peer_access": peer_access(),
             "topology": topology()}
 
 
@@ -63,9 +64,8 @@ def notes_of(facts, devices, rates=()):
     return notes
 
 
-def gpus():
-    """[{name: value}] of each CUDA device."""
-    queried = _queried()
+def gpus(queried):
+    """[{name: value}] of each CUDA device. queried: columns of each by nvidia-smi, as far as it lists them."""
     found = []
     for index in range(num_cuda_devices()):
         properties = torch.cuda.get_device_properties(index)

@@ -7,14 +7,13 @@ from typing import Any, Literal
 import pydantic
 from pydantic.dataclasses import dataclass
 
+from ...planner.descriptions import describe_method
 from ...protocol.errors import ConfigError
 from ...protocol.validation import STRICT, ByName, Many
 
 SCHEMA = 1
 NEAR = 0.1                     # relative error up to which an estimate counts as right
 MAX_BYTES = 2 ** 20            # of a report's file
-METHOD_TITLES = {"cfg": "CFG", "data": "data", "ulysses": "Ulysses", "ring": "Ring", "tensor": "tensor",
-         "pipefusion": "PipeFusion", "displaced": "DistriFusion"}
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -162,10 +161,8 @@ def _speed(report):
 
 def layout_title(layout):
     """A layout's name for the reader: "CFG 2 x Ulysses 2" for "cfg2-ulysses2"."""
-    if layout == "one":
-        return "one device"
-    matches = (re.fullmatch(r"([a-z]+)(\d+)", part) for part in layout.split("-"))
-    return " x ".join(f"{METHOD_TITLES.get(part[1], part[1])} {part[2]}" if part else layout for part in matches)
+    degrees = {axis: int(degree) for axis, degree in re.findall(r"([a-z]+)(\d+)", layout)}
+    return " x ".join(describe_method(lambda axis: degrees.get(axis, 1))) or "one device"
 
 
 def _estimates(report):
