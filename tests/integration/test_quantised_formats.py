@@ -2,9 +2,11 @@
 step of two ranks equals one device, whose layers equal ComfyUI's
 (tests/unit/checkpoints/quantisation/test_comfy_quant.py).
 
-Some are drawn; all are slow.
+Cells that have every pair of family, format and method are slow, other ones on each day of commits; of these some are
+drawn for the default tier.
 """
 
+import itertools
 import random
 import re
 import tempfile
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.comfy_quants import NEWER, WRITTEN
-from tests.support.quantised_formats import HOWS, METHODS, Files, cells, errors, execute_wrong, format_of
+from tests.support.quantised_formats import HOWS, METHODS, Files, cells, covering, errors, execute_wrong, format_of
 from tests.support.tolerances import within
 from tests.unit.checkpoints.conftest import file_of  # noqa: F401
 from xdit_backend.checkpoints.quantisation.layer_formats import FORMATS
@@ -30,8 +32,10 @@ FLIPPED, OF_PIXELS = 0.1, {"chroma-radiance": 0.2, "pixeldit": 0.3}
 
 def pytest_generate_tests(metafunc):
     if "cell" in metafunc.fixturenames:
-        every = cells()
-        drawn = random.Random(f"{metafunc.config.option.smoke_seed} formats").sample(every, NUM_DRAWN)
+        generator = random.Random(f"{metafunc.config.option.smoke_seed} formats")
+        every = covering(cells(), generator)
+        drawn = generator.sample(every, NUM_DRAWN)
+        every = [*every, *({ALWAYS} - {*every})]
         metafunc.parametrize("cell", [pytest.param(cell, marks=[] if cell in (*drawn, ALWAYS) else [pytest.mark.slow],
                                                    id="-".join(cell)) for cell in every])
 
@@ -76,6 +80,14 @@ def test_a_rank_with_other_numbers_is_seen(file_of, tmp_path):  # noqa: F811
     found = errors(requested, Files(file_of, tmp_path), pytest.MonkeyPatch(), execute_wrong)
 
     assert all(error > 0.1 for error in found.values()), found
+
+
+def test_the_cells_have_every_pair_of_family_format_and_method():
+    chosen = covering(cells(), random.Random(1))
+
+    assert len(chosen) < len(cells()) / 5
+    assert ({pair for cell in chosen for pair in itertools.combinations(enumerate(cell), 2)}
+            == {pair for cell in cells() for pair in itertools.combinations(enumerate(cell), 2)})
 
 
 def test_each_format_and_method_is_there():

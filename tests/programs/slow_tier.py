@@ -7,6 +7,7 @@ of what ran.
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 import time
@@ -241,12 +242,20 @@ def _git(folder, *words):
     return None
 
 
+def is_there(function):
+    """Is there such a test function (file::name)?"""
+    path, _, name = function.partition("::")
+    return (ROOT / path).is_file() and re.search(rf"^\s*def {name}\(", (ROOT / path).read_text(encoding="utf-8"),
+                                                 re.MULTILINE) is not None
+
+
 def main(files):
     seconds = measured()
     for file in files:
         for line in Path(file).read_text(encoding="utf-8").splitlines():
             seconds |= json.loads(line)["seconds"]
-    SECONDS.write_text(json.dumps(dict(sorted(seconds.items())), indent=1) + "\n")
+    seconds = {function: its_own for function, its_own in sorted(seconds.items()) if is_there(function)}
+    SECONDS.write_text(json.dumps(seconds, indent=1) + "\n")
     print(f"{len(seconds)} test functions in {SECONDS}")
 
 

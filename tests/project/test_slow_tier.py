@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -224,11 +225,18 @@ def test_the_default_tier_has_a_case_of_every_slow_test():
 
 def test_records_give_the_seconds_by_which_portions_are_cut(tmp_path, monkeypatch):
     monkeypatch.setattr(slow_tier, "SECONDS", tmp_path / "seconds.json")
-    (tmp_path / "record.jsonl").write_text('{"seconds": {"b": 2.0, "a": 1.0}}\n{"seconds": {"b": 3.0}}\n')
+    here = Path(__file__).relative_to(ROOT).as_posix()
+    first, second = f"{here}::test_even", f"{here}::test_skipped"
+    (tmp_path / "record.jsonl").write_text(json.dumps({"seconds": {second: 2.0, first: 1.0, f"{here}::gone": 1.0}})
+                                           + "\n" + json.dumps({"seconds": {second: 3.0}}) + "\n")
 
     slow_tier.main([tmp_path / "record.jsonl"])
 
-    assert slow_tier.measured() == {"a": 1.0, "b": 3.0}
+    assert slow_tier.measured() == {first: 1.0, second: 3.0}
+
+
+def test_seconds_are_of_tests_that_there_are():
+    assert [function for function in slow_tier.measured() if not slow_tier.is_there(function)] == []
 
 
 def test_a_name_on_a_tests_path_is_no_mark_of_it(request):

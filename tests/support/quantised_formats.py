@@ -4,6 +4,8 @@ cards that multiply every format: what is rounded is rounded as it is, all else 
 Used by tests/integration/test_quantised_formats.py.
 """
 
+import itertools
+
 import torch.nn.functional as F
 
 from tests.support.comfy_quants import SMOOTHED, WRITTEN, save_comfy_quant
@@ -30,6 +32,19 @@ def cells():
     return [(kind, how, words(layout)) for kind, family in families().items() if kind not in VARIANTS
             for how in HOWS if not (family.plan.takes_unet_patches and format_of(how).numbers > 1)
             for layout in layouts_of(family.name, 1)]
+
+
+def covering(every, generator):
+    """Some of `every` cell that have all pairs of values between them. generator: random.Random; another one draws
+    others."""
+    pool, seen, chosen = generator.sample(every, len(every)), set(), []
+    for num_new in (3, 2, 1):              # first those that have most that no other one has
+        for cell in pool:
+            pairs = {*itertools.combinations(enumerate(cell), 2)}
+            if len(pairs - seen) >= num_new:
+                seen |= pairs
+                chosen.append(cell)
+    return chosen
 
 
 def layout_of(kind, method):
