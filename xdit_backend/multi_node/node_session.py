@@ -77,7 +77,7 @@ class Session:
         self.is_used = True
 
     def start(self, devices, store_path, variables):
-        """Start the machine's workers; returns {rank: Channel to it}.
+        """Start the machine's workers; returns {rank: Channel to it}. A lost machine closes the session.
 
         devices: of all ranks of the group; this machine's begin with its name. store_path: of the group's FileStore.
         variables: of preflight.fallbacks.
@@ -87,7 +87,10 @@ class Session:
         channels = {}
         for rank in ranks:
             channels[rank], self._inner[rank] = pair()
-        self._commands.send(Start(tuple(devices), dict(variables)))
+        try:
+            self._commands.send(Start(tuple(devices), dict(variables)))
+        except ChannelClosedError as error:
+            self.close(str(error))
         for rank in ranks:
             threading.Thread(target=self._pass_on, args=(rank,), daemon=True).start()
         return channels

@@ -36,7 +36,7 @@ from xdit_backend.multi_node.connections import (
 from xdit_backend.multi_node.file_digest import Contents
 from xdit_backend.multi_node.join import Joined
 from xdit_backend.multi_node.listener import Listener, interface_of, read_address, version_differences, versions
-from xdit_backend.multi_node.node_session import MAX_ANSWERS, wait_for
+from xdit_backend.multi_node.node_session import MAX_ANSWERS, Session, wait_for
 from xdit_backend.multi_node.tls_keys import SECRET_BYTES, Key, identity, read_key
 from xdit_backend.protocol import channel, messages, specs
 from xdit_backend.protocol.errors import ChannelClosedError, ConfigError, WorkerStartError, XDiTError
@@ -562,3 +562,15 @@ def test_a_link_may_be_closed_twice_and_while_another_waits(pair):
     thread.join(60)
 
     assert len(outcome) == 1 and isinstance(host, Link)
+
+
+def test_a_machine_lost_while_the_host_starts_its_own_workers_closes_its_session(pair, tmp_path):
+    """Its session may time out before the workers of that machine are started."""
+    session = Session("other-pc", b"token", CARDS, pair[0])
+    session.close("the connection timed out")
+
+    channels = session.start(("cpu", "other-pc/cpu"), tmp_path / "store", {})
+
+    assert list(channels) == [1] and not session.is_open and session.ended == "the connection timed out"
+    with pytest.raises(ChannelClosedError):
+        channels[1].receive()
