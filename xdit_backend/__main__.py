@@ -1,5 +1,5 @@
-"""The commands of python -m xdit_backend: bench COMMAND (one file of tools/bench each), plan, report, doctor, join and
-key."""
+"""The commands of python -m xdit_backend: bench COMMAND (one file of tools/bench each), plan, weights, report, doctor,
+join and key."""
 
 import argparse
 import sys
@@ -20,6 +20,7 @@ from .tools.bench import (
     size,
     startup,
     vae,
+    weights,
 )
 from .tools.report import report
 
@@ -47,6 +48,7 @@ def make_parser():
     for name, module in BENCHES.items():
         _add(benches, name, module)
     _add(commands, "plan", plan)
+    _add(commands, "weights", weights)
     _add(commands, "report", report)
     _add(commands, "doctor", doctor)
     _add(commands, "join", join)

@@ -14,7 +14,6 @@ import torch
 from tests.support.compare_single_device import PUBLISHED, layouts_of, save, words
 from tests.support.model_zoo import UNETS, example
 from tests.support.ranks import run_ranks
-from xdit_backend.checkpoints.build_transformer import build
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.offload.offload_plan import plan_weights
 from xdit_backend.models import FAMILIES
@@ -22,6 +21,7 @@ from xdit_backend.partition import cut_patches, ranks_by_part, stage_blocks
 from xdit_backend.protocol import messages, specs
 from xdit_backend.protocol.shared_memory import SegmentStore, map_segment
 from xdit_backend.protocol.specs import Stages
+from xdit_backend.tools.dry_run.simulated_rank import table_of
 from xdit_backend.worker.cooperative_loading import can_cooperate
 from xdit_backend.worker.engine import Engine
 
@@ -70,12 +70,11 @@ class Folder:
 
     def budget(self, layout, share):
         """Bytes of a device for what is outside of the blocks, the buffers, and so much of the blocks."""
-        with torch.device("meta"):
-            model = build(self.family, self.checkpoint.config)
         spec, found = self.spec(layout), []
+        table = table_of(self.checkpoint, spec)
         parts = [None] if spec.stages is None else [stage_blocks(spec.stages.num_blocks, stage) for stage in range(2)]
         for blocks in parts:
-            least = plan_weights(model, self.family, spec, 1, blocks)[0]
+            least = plan_weights(table, 1, blocks)[0]
             found.append(least.device_bytes + share * least.offloaded_bytes)
         return int(min(found))
 

@@ -21,6 +21,7 @@ from .meta_model import meta_model
 from .quantisation import gguf, kitchen_layers
 from .quantisation.layer_formats import Layer, attention_configs, layers_of
 from .safetensors_header import header_bytes, read_safetensors
+from .weight_table import weight_table
 
 log = logging.getLogger(__name__)
 # ComfyUI saves some models with the prefix model.model.
@@ -82,6 +83,17 @@ class Checkpoint:
         if quantisation not in self._meta_models:
             self._meta_models[quantisation] = meta_model(self, quantisation)
         return self._meta_models[quantisation]
+
+    @cached_property
+    def _weight_tables(self):
+        return {}
+
+    def weight_table(self, spec):
+        """The WeightTable of this model. Cached for each set of dtypes, tensor degree and quantisation."""
+        key = spec.storage_dtype, spec.compute_dtype, spec.tensor_degree, spec.quantisation
+        if key not in self._weight_tables:
+            self._weight_tables[key] = weight_table(self.meta_model(spec.quantisation), self.family, spec, self)
+        return self._weight_tables[key]
 
     @cached_property
     def model_metadata(self):

@@ -10,7 +10,6 @@ import torch
 from ..memory.copy_thread import CopyThread
 from ..memory.staging import StagingBuffers
 from ..protocol.errors import CheckpointError
-from ..protocol.specs import ModelSpec
 from .build_transformer import build_empty
 from .checkpoint import Checkpoint, open_spec
 from .offload.block_offload import OffloadedBlocks
@@ -21,7 +20,8 @@ from .quantisation.layerwise_casting import Casts, cast_at_use, unpack_at_use
 from .quantisation.quantise_on_load import quantised
 from .quantisation.quantised_weights import packed_weights, set_packed_parameters
 from .tensor_reader import read_auxiliary, read_file, read_plain
-from .tensor_sharding import narrow, splits_of, storage_dtypes
+from .tensor_sharding import narrow
+from .weight_table import WeightTable, weight_table
 
 
 @dataclass
@@ -30,12 +30,10 @@ class Transformer:
 
     model: torch.nn.Module
     checkpoint: Checkpoint
-    spec: ModelSpec
+    table: WeightTable
     device: torch.device
     tensor_rank: int = 0                   # of spec.tensor_degree
     blocks: range | None = None            # loaded here, over all lists of the plan; None: all
-    # {name: Split} of the sharded weights
-    splits: dict = field(default_factory=dict)
     # {id: region of the mapped file} of weights whose stored form equals the file's
     files: dict = field(default_factory=dict)
     # of weights stored in another type than they are computed with
@@ -45,6 +43,16 @@ class Transformer:
     # host copies of offloaded weights that differ from the file, while the model is loaded
     host_copies: HostCopies = field(default_factory=HostCopies)
     chunk_bytes: int | None = None         # of StagingBuffers
+
+    @property
+    def spec(self):
+        """The ModelSpec."""
+        return self.table.spec
+
+    @property
+    def splits(self):
+        """{name: Split} of the sharded weights."""
+        return self.table.splits
 
     @property
     def family(self):
@@ -97,7 +105,7 @@ def load_transformer(spec, device, on_progress=lambda done, total: None, choose_
                      host_copies=None, chunk_bytes=None):
     """Load a Transformer from a file or folder, in spec's dtypes, on `device`.
 
-    choose_blocks(model without weights) -> a range: load only these blocks. Others are not read and stay on the meta
+    choose_blocks(WeightTable) -> a range: load only these blocks. Others are not read and stay on the meta
     device. Blocks are numbered over all of the plan's lists. tensor_rank: rank within spec.tensor_degree. With
     spec.weights_memory, the weights of some blocks are offloaded to system RAM (block_offload.py). host_copies: memory
     for offloaded weights that differ from the file; None: of this process. chunk_bytes: of StagingBuffers.
@@ -111,10 +119,10 @@ def load_transformer(spec, device, on_progress=lambda done, total: None, choose_
     model = build_empty(family, checkpoint.config)
     packed = packed_weights(checkpoint, model, spec.quantisation)
     set_packed_parameters(model, packed)
-    loaded = Transformer(model, checkpoint, spec, device, tensor_rank, choose_blocks(model) if choose_blocks else None,
-                         splits_of(model, family, spec), chunk_bytes=chunk_bytes)
-    offloaded = (plan_weights(model, family, spec, spec.weights_memory, loaded.blocks)[1]
-                 if spec.weights_memory else {})
+    table = weight_table(model, family, spec, checkpoint, packed)
+    loaded = Transformer(model, checkpoint, table, device, tensor_rank, choose_blocks(table) if choose_blocks else None,
+                         chunk_bytes=chunk_bytes)
+    offloaded = plan_weights(table, spec.weights_memory, loaded.blocks)[1] if spec.weights_memory else {}
     tensors = read_file(checkpoint, lambda name: loaded.needs(name))
     # referenced until the end, so that no other tensor gets their addresses
     maps = list(tensors.values())
@@ -179,8 +187,9 @@ def _move(loaded, addresses, to_quantise, on_progress, offloaded, in_blocks):
     so a rank quantises only its own; a shard of columns is taken after quantising full rows.
     """
     model, spec, splits = loaded.model, loaded.spec, loaded.splits
-    tensors = [(name, weight, to_quantise[name][0] if name in to_quantise else weight, dtype) for name, weight, dtype in
-               storage_dtypes(model, loaded.family, spec)]
+    weights = dict((*model.named_parameters(), *model.named_buffers()))
+    tensors = [(each.name, weights[each.name], to_quantise[each.name][0] if each.name in to_quantise
+                else weights[each.name], each.dtype) for each in loaded.table.weights]
     tensors = [each for each in tensors if not each[2].is_meta]                               # not of another stage
     staging = StagingBuffers(loaded.device, loaded.chunk_bytes)
     read_bytes = [source.nbytes * (splits[name].share(spec.tensor_degree, loaded.tensor_rank) if name in splits

@@ -16,16 +16,16 @@ from ..planner.quantised_matmul_memory import Product
 from .quantisation import kitchen_layers
 from .quantisation.layer_formats import FORMATS
 from .quantisation.quantised_weights import WITH_LORA
-from .tensor_sharding import block_bytes, block_sizes, possible_splits, resident_bytes
+from .tensor_sharding import possible_splits
 
 OF_TEXT = ("attn2.to_k", "attn2.to_v")                         # cross-attention layers, which image tokens do not pass
 EAGER = "int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8"      # comfy-kitchen may or may not have kernels for these
 USUAL_TEXT = 77                                                # tokens of a U-Net's prompt
 
 
-def dims_of(family: Family, model, spec=None, capabilities=(None,)):
-    """The ModelDims of a family's model, which may be on the meta device; None for a U-Net. spec: storage of its
-    weights; None: 16 bits. capabilities: of the devices, as in kitchen_layers.products_on."""
+def dims_of(family: Family, model, table=None, capabilities=(None,)):
+    """The ModelDims of a family's model, which may be on the meta device; None for a U-Net. table: its WeightTable;
+    None: weights of 16 bits. capabilities: of the devices, as in kitchen_layers.products_on."""
     if not family.blocks:
         return None
     blocks = [(list_.image_fraction, block_copies) for list_ in family.blocks
@@ -45,9 +45,9 @@ def dims_of(family: Family, model, spec=None, capabilities=(None,)):
               formats=_formats(blocks, family.plan.cacheable),
               usual_tokens=usual_tokens(family, model.config),
               footprint=ActivationFootprint(**family.activation_factors) if family.activation_factors else None)
-    if spec is None:
+    if table is None:
         return dims
-    weights, of_blocks = resident_bytes(model, family, spec), block_bytes(model, family, spec)
+    spec = table.spec
     unpack_bytes = functools.partial(_unpack_bytes, blocks, family.plan.cacheable, spec, capabilities)
     products = _products(blocks, family.plan.cacheable, capabilities)
     return replace(dims, element_bytes=getattr(torch, spec.compute_dtype).itemsize,
@@ -57,9 +57,8 @@ def dims_of(family: Family, model, spec=None, capabilities=(None,)):
                    rounded_products=tuple(product for product in products if product.rows <= product.columns),
                    eager_products=tuple(product for product in products if product.format in EAGER
                                         and not kitchen_layers.has_kernels()),
-                   weight_bytes=float(weights),
-                   outside_bytes=float(weights - sum(of_blocks)), block_bytes=tuple(map(float, of_blocks)),
-                   block_costs=tuple(size * share for size, share in block_sizes(model, family)))
+                   weight_bytes=float(table.resident_bytes), outside_bytes=float(table.outside_bytes),
+                   block_bytes=tuple(map(float, table.block_bytes)), block_costs=table.block_costs)
 
 
 def usual_tokens(family, config):

@@ -1,8 +1,7 @@
-"""Storage of a model's weights on a rank: dtypes, bytes, and, with tensor parallelism, the shard of each layer by the
-plan of the family. Arithmetic only.
+"""Shards of a model's layers under tensor parallelism, by the plan of the family. Arithmetic only.
 
-The loader casts and shards weights accordingly (loader.py), the host counts their bytes in advance, and hooks combine
-the shards' outputs (parallel/tensor_parallel.py). docs/design/tensor.md.
+weight_table.py has them of every weight, and hooks combine the shards' outputs (parallel/tensor_parallel.py).
+docs/design/tensor.md.
 """
 
 import math
@@ -11,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from ..models.common.tp_plan import REPLICATED, ROWWISE, Fused, find_style
-from ..partition import block_indices, block_path, shard_sizes, shard_start
+from ..partition import block_path, shard_sizes, shard_start
 from ..protocol.errors import UnsupportedError
-from .quantisation.layer_formats import AUXILIARY, BY_ROW
+from .quantisation.layer_formats import BY_ROW
 
 HEAD_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k", "q_rms_norm", "k_rms_norm", "q_rms_norm_t",
               "k_rms_norm_t", "norm_k_img")
@@ -198,84 +197,3 @@ def _parents(name):
     """Paths of the modules that contain a tensor."""
     names = name.split(".")
     return [".".join(names[:count]) for count in range(1, len(names))]
-
-
-def splits_of(model, family, spec):
-    """tensor_splits for the degree of a ModelSpec; {} if tensors are not sharded."""
-    return tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {}
-
-
-def tensor_bytes(model, family, spec):
-    """[(name, index of its block over all lists of the plan, or None, bytes)] of all parameters and buffers on the
-    first tensor rank, which has the most. The model may be on the meta device."""
-    splits, block_of = splits_of(model, family, spec), block_indices(model, family.blocks)
-
-    def size(name, tensor, dtype):
-        share = splits[name].share(spec.tensor_degree) if name in splits else 1
-        return round(tensor.numel() * dtype.itemsize * share)
-    return [(name, block_of.get(block_path(name)), size(name, tensor, dtype))
-            for name, tensor, dtype in storage_dtypes(model, family, spec)]
-
-
-def resident_bytes(model, family, spec):
-    """Bytes on a rank with all blocks."""
-    return sum(size for _, _, size in tensor_bytes(model, family, spec))
-
-
-def block_bytes(model, family, spec):
-    """Bytes of each block on a rank, over all lists of the plan."""
-    sizes = [0] * len(block_sizes(model, family))
-    for _, block, size in tensor_bytes(model, family, spec):
-        if block is not None:
-            sizes[block] += size
-    return sizes
-
-
-def block_sizes(model, family):
-    """Parameters of each block, over all lists of the plan: [(number, fraction that an image token passes)]."""
-    def size(block):
-        packed = sum(module.out_features * module.in_features - module.weight.numel() for module in block.modules()
-                     if type(module) is torch.nn.Linear)
-        return sum(parameter.numel() for parameter in block.parameters()) + packed
-    return [(sum(map(size, block_copies)), list_.image_fraction) for list_ in family.blocks
-            for block_copies in zip(*map(model.get_submodule, list_.names))]
-
-
-def _of_linears(model):
-    """Parameters of linear layers in a model with some of ComfyUI's quantised layers: there ComfyUI's loader rounds to
-    float8 only parameters outside linear layers (comfy.ops.mixed_precision_ops)."""
-    linears = {path: module for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    if not any(getattr(module, "format", "") for module in linears.values()):
-        return set()
-    return {f"{path}.{leaf}" for path in linears for leaf in ("weight", "bias")}
-
-
-def storage_dtypes(model, family, spec):
-    """[(name, tensor, storage dtype on a rank)] of all parameters and buffers."""
-    storage, compute = getattr(torch, spec.storage_dtype), getattr(torch, spec.compute_dtype)
-    exact = set(getattr(model, "_keep_in_fp32_modules", None) or ()) if compute.itemsize == 2 else set()
-    wide = getattr(model, "wide_modules", ())                  # of ComfyUI's classes: always float32
-    own = getattr(model, "own_buffers", ())                    # of ComfyUI's classes too
-    auxiliary = {name for name, _ in model.named_buffers() if name.rpartition(".")[2] in AUXILIARY}
-    linears = _of_linears(model) if storage.itemsize == 1 else ()
-    # made by the model itself, and in no file
-    tables = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
-
-    def dtype_of(name, tensor):
-        names = set(name.split("."))
-        if name in own and tensor.is_floating_point():
-            return storage if own[name] else torch.promote_types(compute, torch.float32)
-        # RoPE tables keep their dtype, except frequencies from a file, which ComfyUI stores as weights
-        if not tensor.is_floating_point() or (names & {"freqs_cos", "freqs_sin", "inv_freq"}
-                                              and (name in tables or tensor.dtype == torch.float32)):
-            return tensor.dtype
-        if name in auxiliary or f"{name}_scale" in auxiliary:        # as in the file
-            return tensor.dtype
-        if name.rpartition(".")[0] in wide:
-            return torch.promote_types(compute, torch.float32)
-        if storage != compute:                                 # cast at use
-            is_as_computed = name in tables or name in linears or names & set(family.keep_in_compute_dtype)
-            return compute if is_as_computed else storage
-        return torch.float32 if names & exact else compute
-    return [(name, tensor, dtype_of(name, tensor))
-            for name, tensor in (*model.named_parameters(), *model.named_buffers())]

@@ -13,7 +13,6 @@ from .quantisation.layerwise_casting import add_at_use
 from .quantisation.quantise_on_load import quantised
 from .quantisation.quantised_weights import packed_weights
 from .tensor_reader import read_file, read_plain
-from .tensor_sharding import storage_dtypes
 
 SUMMED = 2 ** 22               # elements of a tensor that are summed at a time, with 16 bytes each
 
@@ -39,7 +38,9 @@ def change_weights(loaded, changes, leave=lambda weights: None):
         if change.whole is not None or not plain[name].is_meta:
             plain[name] = changed(plain[name], change, staging)
     converted = checkpoint.under_diffusers_names(plain)
-    weights = {name: (weight, dtype) for name, weight, dtype in storage_dtypes(model, loaded.family, spec)}
+    tensors_by_name = dict((*model.named_parameters(), *model.named_buffers()))
+    weights = {each.name: (tensors_by_name[each.name], each.dtype) for each in loaded.table.weights
+               if each.name in tensors_by_name}
     for name, how in packed.items():
         terms = here[how.source].terms + here[how.source].hooked
         if here[how.source].whole is None and weights[name][0].dtype.itemsize == 1:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from ..checkpoints.loader import Transformer, load_transformer
 from ..checkpoints.offload.host_weights import HostCopies
-from ..checkpoints.tensor_sharding import block_bytes, block_sizes, resident_bytes
 from ..checkpoints.weight_deltas import change_weights
 from ..checkpoints.weight_versions import Versions
 from ..distributed.collectives import Traffic, all_gather
@@ -68,11 +67,11 @@ class Models:
             if next(count) % REPORTED == 0 or done == total:
                 self._report_phase("loading weights", done, total, True)
 
-        def resident_blocks(model):
+        def resident_blocks(table):
             nonlocal blocks
-            blocks = range(len(block_sizes(model, family)))
+            blocks = range(len(table.block_sizes))
             if spec.stages is not None:
-                counts = spec.stages.num_blocks or self._balanced(spec, model, family, traffic)
+                counts = spec.stages.num_blocks or self._balanced(table, traffic)
                 blocks = stage_blocks(counts, stage_of(self._rank, spec.stages))
             return None if spec.stages is None or spec.stages.every_block else blocks
 
@@ -180,20 +179,17 @@ class Models:
             return weight
         return self._staging.to_device(weight) if weight.is_contiguous() else weight.to(self._device)
 
-    def _balanced(self, spec, model, family, traffic):
-        """Number of blocks of each stage, balanced by cost, the speed of the stages' devices and their free memory.
-
-        model: without weights. A collective: every rank calls it.
-        """
+    def _balanced(self, table, traffic):
+        """Number of blocks of each stage, balanced by cost, the speed of the stages' devices and their free memory. A
+        collective: every rank calls it."""
         free = torch.cuda.mem_get_info(self._device)[0] * FULL if self._device.type == "cuda" else math.inf
-        sizes = block_bytes(model, family, spec)
-        outside = resident_bytes(model, family, spec) - sum(sizes)
-        devices = self._of_all(traffic, self._speed(spec, traffic), free - outside)
+        spec = table.spec
+        devices = self._of_all(traffic, self._speed(spec, traffic), free - table.outside_bytes)
         stages = [[device for rank, device in enumerate(devices) if stage_of(rank, spec.stages) == stage]
                   for stage in range(spec.stages.pipefusion_degree)]
-        return split_stages([size * share for size, share in block_sizes(model, family)], len(stages),
+        return split_stages(table.block_costs, len(stages),
                             speeds=[statistics.mean(speed for speed, _ in ranks) for ranks in stages],
-                            sizes=sizes,
+                            sizes=table.block_bytes,
                             limits=[min(free for _, free in ranks) for ranks in stages])
 
     def _speed(self, spec, traffic):

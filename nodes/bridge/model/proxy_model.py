@@ -16,7 +16,7 @@ from ....xdit_backend.checkpoints.model_dims import dims_of, unet_run_memory
 from ....xdit_backend.checkpoints.offload.offload_plan import offload_plan, with_host_bytes
 from ....xdit_backend.checkpoints.quantisation.quantise_on_load import TYPES, is_installed, quantisation_of
 from ....xdit_backend.checkpoints.quantisation.quantised_weights import packed_weights
-from ....xdit_backend.checkpoints.tensor_sharding import possible_splits, resident_bytes
+from ....xdit_backend.checkpoints.tensor_sharding import possible_splits
 from ....xdit_backend.host.machine_profiles import capability_of
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.shared_memory import dtype_name
@@ -60,7 +60,8 @@ def load_proxy(path, weight_dtype, config):
     check_model_type(family, base_model)
     spec_of = functools.partial(checkpoint.spec, dtype_name(storage_dtype), quantisation=quantisation,
                                 fast=weight_dtype == FAST)
-    dims = dims_of(family, model, spec_of(dtype_name(compute_dtype)), tuple(map(capability_of, devices)))
+    table = checkpoint.weight_table(spec_of(dtype_name(compute_dtype)))
+    dims = dims_of(family, model, table, tuple(map(capability_of, devices)))
     device_bytes = list(map(memory_of, devices))
     placement = placement_of(config, devices, device_bytes, checkpoint, dims, model, dtype_name(compute_dtype))
 
@@ -70,12 +71,14 @@ def load_proxy(path, weight_dtype, config):
     # of a compute dtype and ModelSpec.weights_memory; holds no reference to base_model, which would be a cycle
     def computing_in(dtype, weights_memory):
         budget_bytes = config.weights_memory_bytes or 0 if weights_memory is None else weights_memory
-        spec = with_host_bytes(spec_of(dtype, *placement, weights_memory=budget_bytes), checkpoint, model)
+        spec = spec_of(dtype, *placement, weights_memory=budget_bytes)
+        table = checkpoint.weight_table(spec)
+        spec = with_host_bytes(spec, table)
         own = dims and dataclasses.replace(dims, element_bytes=getattr(torch, dtype).itemsize)
         setup = Setup(spec, checkpoint, latent_format, config, devices, own, device_bytes)
         of_unet = functools.partial(unet_run_memory, family, model) if dims is None else None
         lighter = functools.partial(_lighter_bytes, checkpoint, spec, detection.dtypes)
-        plan_of = functools.partial(offload_plan, model, family, spec)
+        plan_of = functools.partial(offload_plan, table)
         return setup, MemoryCheck(setup, plan_of, of_unet, lighter, packed_sizes)
 
     remote = RemoteModel(computing_in, dtype_name(compute_dtype), load_device)
@@ -137,8 +140,9 @@ def _lighter_bytes(checkpoint, spec, dtypes_of):
         if spec.tensor_degree > 1 and not possible_splits(model, family.plan, spec.tensor_degree):
             continue
         storage, compute = map(dtype_name, dtypes_of(name, name in TYPES))
-        found[name] = resident_bytes(model, family,
-                                 dataclasses.replace(spec, storage_dtype=storage, compute_dtype=compute))
+        found[name] = checkpoint.weight_table(dataclasses.replace(
+            spec, storage_dtype=storage, compute_dtype=compute,
+            quantisation=name if name in TYPES else "")).resident_bytes
     return found
 
 

@@ -21,7 +21,6 @@ from xdit_backend.checkpoints.loader import load_transformer
 from xdit_backend.checkpoints.offload.host_weights import HostCopies
 from xdit_backend.checkpoints.offload.offload_plan import plan_weights, with_host_bytes
 from xdit_backend.checkpoints.quantisation import kitchen_layers
-from xdit_backend.checkpoints.tensor_sharding import resident_bytes
 from xdit_backend.checkpoints.weight_deltas import change_weights
 from xdit_backend.protocol.shared_memory import SegmentStore
 from xdit_backend.protocol.specs import Change, ForwardOptions, Stages
@@ -80,8 +79,8 @@ def test_halves_come_from_host_memory_as_they_are_held(file_of, tmp_path, how):
     """The same bits; a file that has them so is mapped, and needs no place for them."""
     checkpoint = open_checkpoint(file_as(how, file_of, tmp_path))
     spec = checkpoint.spec("float32", "float32")
-    shared = with_host_bytes(dataclasses.replace(spec, weights_memory=1), checkpoint, checkpoint.meta_model())
-    names = plan_weights(checkpoint.meta_model(), checkpoint.family, spec, 1)[1]
+    shared = with_host_bytes(dataclasses.replace(spec, weights_memory=1), checkpoint.weight_table(spec))
+    names = plan_weights(checkpoint.weight_table(spec), 1)[1]
     memory = torch.full((shared.host_bytes,), 255, dtype=torch.uint8)
 
     with torch.inference_mode():
@@ -163,13 +162,13 @@ def test_a_step_of_no_device_holds_what_a_rank_holds(file_of, tmp_path, case):
     shape = (1, family.taken_channels(checkpoint.config), SMALL_ROWS, SMALL_COLUMNS)
     run = Run(shape, *conditioning_shapes(family, checkpoint.config, shape, TEXT_TOKENS))
 
-    loaded = load_transformer(spec, CPU, choose_blocks=stages and (lambda model: own_blocks(model, family, spec, 0)))
+    loaded = load_transformer(spec, CPU, choose_blocks=stages and (lambda table: own_blocks(table, 0)))
     counted = count(checkpoint, spec, degrees, 0, run)
 
     tensors = [tensor for tensor in (*loaded.model.parameters(), *loaded.model.buffers()) if not tensor.is_meta]
     rotation = kitchen_layers.rotation(64, CPU).values() if how == "int8_convrot" else ()
     assert counted.weight_bytes == sum(tensor.nbytes for tensor in (*tensors, *rotation))
-    assert stages or counted.weight_bytes == resident_bytes(checkpoint.meta_model(), family, spec) + sum(
+    assert stages or counted.weight_bytes == checkpoint.weight_table(spec).resident_bytes + sum(
         matrix.nbytes for matrix in rotation)
     assert counted.waits == {} and counted.mixed == {}
     plain = 4 * sum(math.prod(checkpoint.shapes[name]) for name in (GATE, UP)) / degrees.tensor_degree

@@ -10,7 +10,7 @@ from tests.support.model_zoo import FOLDERS, PIPELINES, example, save_as_publish
 from xdit_backend.checkpoints import memory_map, tensor_reader
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loader import load_transformer
-from xdit_backend.checkpoints.tensor_sharding import block_sizes
+from xdit_backend.checkpoints.weight_table import block_sizes
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from tests.support.model_zoo import FOLDERS, PIPELINES, example, having, save_as
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loader import load_transformer
 from xdit_backend.checkpoints.quantisation.gguf import dequantised
-from xdit_backend.checkpoints.tensor_sharding import resident_bytes
 from xdit_backend.checkpoints.weight_deltas import change_weights
+from xdit_backend.checkpoints.weight_table import weight_table
 from xdit_backend.models.common.tp_plan import REPLICATED, find_style
 from xdit_backend.protocol.errors import UnsupportedError
 from xdit_backend.protocol.shared_memory import SegmentStore
@@ -56,7 +56,7 @@ def check(path, dtypes, degree=2, quantisation=""):
         auxiliary = of_whole - in_all
         assert read[-1][0] == read[-1][1] and (quantisation or abs(read[-1][1] / (formula + auxiliary) - 1) < 0.05)
         assert (rank or held + sum(buffer.nbytes for buffer in model.buffers())
-                == resident_bytes(whole, family, spec))
+                == weight_table(whole, family, spec).resident_bytes)
     return held / in_all
 
 

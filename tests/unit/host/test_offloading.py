@@ -12,13 +12,13 @@ import torch
 from tests.support.model_zoo import example
 from tests.support.tiers import by_default
 from tests.unit.host.conftest import call_of, layout
-from xdit_backend.checkpoints.build_transformer import build
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.offload.offload_plan import plan_weights, unmapped_bytes
 from xdit_backend.models import FAMILIES
 from xdit_backend.models.common.example_inputs import conditioning_of
 from xdit_backend.protocol.errors import CheckpointError
 from xdit_backend.protocol.specs import Stages
+from xdit_backend.tools.dry_run.simulated_rank import table_of
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +48,8 @@ def test_workers_whose_weights_come_predict_the_same(client, folder, degrees, st
     budget = max(whole.weight_bytes) * 8 // 10
     less = checkpoint.spec(storage, "float32", stages, degrees.get("tensor", 1), weights_memory=budget)
     if storage != "float32" and not degrees.keys() & {"tensor", "pipefusion"}:
-        with torch.device("meta"):
-            model = build(family, checkpoint.config)
-        names = plan_weights(model, family, less, budget)[1]
-        less = dataclasses.replace(less, host_bytes=unmapped_bytes(checkpoint, model, less, names))
+        table = table_of(checkpoint, less)
+        less = dataclasses.replace(less, host_bytes=unmapped_bytes(table, plan_weights(table, budget)[1]))
         assert less.host_bytes > 0
     assert less.name != spec.name
     for _ in range(2):
@@ -119,9 +117,7 @@ def test_a_file_that_is_written_to_fails_the_run_in_words_and_one_that_is_remove
 
 def test_waits_for_weights_are_told_apart_in_the_image_of_a_run(client, folder):
     checkpoint, one = open_checkpoint(folder), example("Flux.1", torch.float32)
-    with torch.device("meta"):
-        model = build(checkpoint.family, checkpoint.config)
-    least = plan_weights(model, checkpoint.family, checkpoint.spec("float32", "float32"), 1)[0].device_bytes
+    least = plan_weights(table_of(checkpoint, checkpoint.spec("float32", "float32")), 1)[0].device_bytes
     spec = checkpoint.spec("float32", "float32", weights_memory=least)
     client.predict(spec, layout(cfg=2), checkpoint.family.num_channels(one.config), [call_of(one)] * 2)
     since_s = time.perf_counter()

@@ -17,7 +17,7 @@ from xdit_backend.planner.offload_cost import NUM_BUFFERS, num_buffers, offloade
 from xdit_backend.planner.planner import EVERYWHERE, Devices, WeightPlacement, choose_placement, plan_run, usual_job
 from xdit_backend.protocol.specs import Stages
 from xdit_backend.tools.bench.size import parse_layout
-from xdit_backend.tools.dry_run.simulated_rank import outline
+from xdit_backend.tools.dry_run.simulated_rank import outline, table_of
 
 MS_10 = dict.fromkeys(range(40), 10.0)
 
@@ -229,7 +229,7 @@ def test_auto_spreads_models_of_videos_by_a_usual_video(name, memory_bytes):
     come do."""
     checkpoint, _ = published(name, None)
     spec = spec_of(checkpoint, parse_layout("one"))
-    dims = dims_of(checkpoint.family, outline(checkpoint, spec)[0], spec)
+    dims = dims_of(checkpoint.family, outline(checkpoint, spec)[0], table_of(checkpoint, spec))
     machine = Machine((Device(7e13, 7e13, 9e11, memory_bytes=memory_bytes, host_bytes_s=12e9),) * 2,
                       Links(dict.fromkeys(LINKS.rates, 6e9)))
 

@@ -349,7 +349,7 @@ def test_a_decode_that_is_given_up_ends_on_all_ranks_at_once(store, world_size):
 
 def test_a_rank_holds_its_share_of_weights_and_keys(store, folder):
     """Within 5 % of: its blocks and what is outside the blocks; 2 B (S + S_t) h for each of its blocks and branch."""
-    from xdit_backend.checkpoints.tensor_sharding import block_sizes
+    from xdit_backend.checkpoints.weight_table import block_sizes
     model = example("SD3").model
     sizes = [size for size, _ in block_sizes(model, open_checkpoint(folder).family)]
     outside = sum(t.numel() for t in (*model.parameters(), *model.buffers())) - sum(sizes)

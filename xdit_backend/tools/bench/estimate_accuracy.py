@@ -80,7 +80,7 @@ def main(options):
 def print_size(setting, folder, clients, options):
     """Print the table of one size; returns the errors of its estimates."""
     header = open_checkpoint(folder)
-    dims = dims_of(header.family, header.meta_model(), header.spec("float32", "float32"))
+    dims = dims_of(header.family, header.meta_model(), header.weight_table(header.spec("float32", "float32")))
     seconds, machines = measure(setting, header, clients, options)
     errors = []
     print(f"\n{setting.num_image_tokens} tokens{'':<18} {'measured':>9} {'estimate':>9} {'error':>7}  limited by")

@@ -9,7 +9,6 @@ import torch
 
 from ...checkpoints.model_dims import job_of, unet_run_memory
 from ...checkpoints.quantisation.quantise_on_load import TYPES, is_installed
-from ...checkpoints.tensor_sharding import resident_bytes
 from ...config import ParallelConfig
 from ...planner.descriptions import describe_weights
 from ...planner.layout_search import Machine
@@ -17,7 +16,7 @@ from ...planner.memory_fit import GroupMemory, Latents
 from ...planner.planner import USUAL_JOB, degrees_of, plan_run
 from ...protocol.errors import ConfigError
 from ...protocol.specs import Layout
-from ..dry_run.simulated_rank import outline, world_size_of
+from ..dry_run.simulated_rank import table_of, world_size_of
 from .plan import WEIGHT_TYPES
 
 
@@ -160,7 +159,7 @@ class Fit:
     @functools.cached_property
     def all_bytes(self):
         """Bytes of all weights as stored."""
-        return resident_bytes(self.subject.model, self.subject.checkpoint.family, self.subject.spec())
+        return self.subject.table().resident_bytes
 
     def answer(self):
         """"fits" with the bytes of the fullest rank, or the error."""
@@ -188,7 +187,7 @@ def _lighter(subject, all_bytes, weights):
     for name in ("fp8_e4m3fn", *(name for name in TYPES if not checkpoint.quantised and is_installed(TYPES[name]))):
         spec = checkpoint.spec("bfloat16" if name in TYPES else WEIGHT_TYPES[name], "bfloat16",
                                quantisation=name if name in TYPES else "")
-        size = resident_bytes(outline(checkpoint, spec)[0], checkpoint.family, spec)
+        size = table_of(checkpoint, spec).resident_bytes
         if size < all_bytes:
             found[name] = [round(each * size / all_bytes) for each in weights]
     return found

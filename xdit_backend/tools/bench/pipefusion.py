@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from ...checkpoints.checkpoint import open_checkpoint
-from ...checkpoints.tensor_sharding import block_sizes
+from ...checkpoints.weight_table import block_sizes
 from ...config import ParallelConfig, validate, validate_layout
 from ...host.client import Client
 from ...partition import cut_patches, split_stages, stage_blocks, stage_of

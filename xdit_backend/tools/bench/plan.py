@@ -75,7 +75,7 @@ def main(options):
     config = header.config
     storage = "bfloat16" if quantisation else WEIGHT_TYPES.get(options.weight_dtype) or most_common(header)
     compute = "bfloat16" if storage.startswith("float8") else storage
-    dims = dims_of(family, model, header.spec(storage, compute, quantisation=quantisation))
+    dims = dims_of(family, model, header.weight_table(header.spec(storage, compute, quantisation=quantisation)))
     job = job_of(family, dims, _latent_shape(family, config, *job_shape, options),
                  {"context": torch.empty(1, options.text, 1, device="meta")}, options.steps, options.branches)
     machine = read_machine(options.machine) if options.machine else measured(options, compute)

@@ -20,6 +20,7 @@ from ...checkpoints.quantisation import gguf
 from ...checkpoints.quantisation.layer_formats import FORMATS
 from ...checkpoints.quantisation.quantise_on_load import TYPES
 from ...checkpoints.tensor_sharding import possible_splits
+from ...checkpoints.weight_table import weight_table
 from ...config import ParallelConfig, check_weights_memory
 from ...partition import FULL
 from ...planner.cost_model import COLLECTIVES, Device, Links
@@ -133,7 +134,11 @@ class Subject:
 
     def plan_of(self, tensor_degree, budget_bytes, blocks=None):
         """The OffloadPlan of a rank whose weights may take budget_bytes of its device. blocks: None: all."""
-        return offload_plan(self.model, self.checkpoint.family, self.spec(None, tensor_degree), budget_bytes, blocks)
+        return offload_plan(self.table(tensor_degree), budget_bytes, blocks)
+
+    def table(self, tensor_degree=1):
+        """The WeightTable of a rank of this tensor degree."""
+        return weight_table(self.model, self.checkpoint.family, self.spec(None, tensor_degree), self.checkpoint)
 
     @functools.cached_property
     def model(self):
@@ -144,7 +149,7 @@ class Subject:
     def dims(self):
         """The ModelDims of the cost model; None for a U-Net."""
         family = self.checkpoint.family
-        return dims_of(family, self.model, self.spec(), self.capabilities)
+        return dims_of(family, self.model, self.table(), self.capabilities)
 
     def placement(self, config, devices):
         """The node's WeightPlacement over devices under a ParallelConfig."""

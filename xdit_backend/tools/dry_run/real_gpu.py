@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from ...checkpoints.tensor_sharding import storage_dtypes
+from ...checkpoints.weight_table import weight_table
 from ...distributed.collectives import Traffic
 from ...memory.copy_thread import CopyThread
 from ...memory.staging import StagingBuffers
@@ -29,9 +29,10 @@ def measure(checkpoint, spec, run, backend, num_steps):
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model, packed = outline(checkpoint, spec)
-    loaded = load(checkpoint, spec, model, packed, (own_blocks(model, checkpoint.family, spec, 0), 0),
+    table = weight_table(model, checkpoint.family, spec, checkpoint, packed)
+    loaded = load(checkpoint, table, model, packed, (own_blocks(table, 0), 0),
                   lambda _: CopyThread(CUDA, StagingBuffers(CUDA)))
-    fill(loaded, checkpoint.family, spec)
+    fill(loaded)
     weight_bytes, memory = torch.cuda.memory_allocated() - before, HostMemory()
     predictions = Predictions({spec.name: loaded}, 1, CUDA, StagingBuffers(CUDA), Timeline(CUDA),
                               map_segment=memory.map)
@@ -50,12 +51,13 @@ def measure(checkpoint, spec, run, backend, num_steps):
     return seconds, weight_bytes, peak_bytes
 
 
-def fill(loaded, family, spec):
+def fill(loaded):
     """Set all weights, which are uninitialised, to random values."""
     offloaded = loaded.transformer.offloaded
     if offloaded is not None:
         offloaded.drop()                                       # weights are their host copies from here on
-    for _, weight, _ in storage_dtypes(loaded.transformer.model, family, spec):
+    model = loaded.transformer.model
+    for weight in (*model.parameters(), *model.buffers()):
         values = torch.empty_like(weight.data, device=CUDA)    # on the CPU this would take minutes
         if weight.dtype.itemsize > 1:
             values.normal_(0, SMALL)

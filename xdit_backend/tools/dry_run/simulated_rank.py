@@ -14,12 +14,13 @@ from ...checkpoints.offload.block_offload import OffloadedBlocks
 from ...checkpoints.offload.offload_plan import plan_weights
 from ...checkpoints.quantisation.layerwise_casting import cast_at_use, unpack_at_use
 from ...checkpoints.quantisation.quantised_weights import packed_weights, set_packed_parameters
-from ...checkpoints.tensor_sharding import block_bytes, block_sizes, narrow, resident_bytes, splits_of, storage_dtypes
+from ...checkpoints.tensor_sharding import narrow
+from ...checkpoints.weight_table import weight_table
 from ...config import refuse_methods, validate_layout
 from ...distributed.collectives import Traffic
 from ...hooks.install import install_hooks
 from ...memory.staging import StagingBuffers
-from ...partition import block_indices, split_stages, stage_blocks, stage_of
+from ...partition import split_stages, stage_blocks, stage_of
 from ...protocol.errors import UnsupportedError
 from ...protocol.specs import Layout
 from ...worker.models import Loaded
@@ -91,12 +92,13 @@ def count(checkpoint, spec, layout, rank, run, memory=(), capability=None):
     world_size = world_size_of(layout)
     with fake_group(rank, world_size):
         model, packed = outline(checkpoint, spec)
-        blocks = own_blocks(model, checkpoint.family, spec, rank, memory)
+        table = weight_table(model, checkpoint.family, spec, checkpoint, packed)
+        blocks = own_blocks(table, rank, memory)
         work = DeviceWork(answer=run.conditioning.get("context", (1, 1))[1],
                           num_experts=dict(model.config).get("num_routed_experts", 0)
                           or dict(model.config).get("num_experts", 0))
         with fake_cuda_device(capability=capability), work:
-            loaded = load(checkpoint, spec, model, packed, (blocks, rank % spec.tensor_degree))
+            loaded = load(checkpoint, table, model, packed, (blocks, rank % spec.tensor_degree))
             try:
                 return _count(loaded, spec, layout, run, world_size, work)
             except DynamicOutputShapeException as error:
@@ -122,10 +124,8 @@ def stage_ranks(checkpoint, spec, layout, memory=()):
     last = world_size_of(layout) - 1
     ranks = {0, last}
     if spec.stages is not None and not spec.stages.every_block:
-        model, _ = outline(checkpoint, spec)
-        sizes = block_bytes(model, checkpoint.family, spec)
-        ranks.add(max(range(last + 1), key=lambda rank: sum(
-            sizes[block] for block in own_blocks(model, checkpoint.family, spec, rank, memory))))
+        table = table_of(checkpoint, spec)
+        ranks.add(max(range(last + 1), key=lambda rank: table.rank_bytes(own_blocks(table, rank, memory))))
     return sorted(ranks)
 
 
@@ -138,42 +138,44 @@ def outline(checkpoint, spec):
     return model, packed
 
 
-def own_blocks(model, family, spec, rank, memory=()):
-    """The blocks of a rank's stage; all blocks if there are no stages."""
-    sizes = block_sizes(model, family)
-    if spec.stages is None:
-        return range(len(sizes))
-    of_blocks = block_bytes(model, family, spec)
-    outside = resident_bytes(model, family, spec) - sum(of_blocks)
-    counts = spec.stages.num_blocks or split_stages(
-        [size * share for size, share in sizes], spec.stages.pipefusion_degree,
-        sizes=of_blocks,
-        limits=[min(memory[rank] for rank in range(len(memory)) if stage_of(rank, spec.stages) == stage) - outside
-                for stage in range(spec.stages.pipefusion_degree)] if memory else None)
-    return stage_blocks(counts, stage_of(rank, spec.stages))
+def table_of(checkpoint, spec):
+    """The WeightTable of a checkpoint under a ModelSpec."""
+    model, packed = outline(checkpoint, spec)
+    return weight_table(model, checkpoint.family, spec, checkpoint, packed)
 
 
-def load(checkpoint, spec, model, packed, part, copies=CopiesInLine):
+def own_blocks(table, rank, memory=()):
+    """The blocks of a rank's stage; all blocks if there are no stages. memory: as in count."""
+    stages = table.spec.stages
+    if stages is None:
+        return range(len(table.block_sizes))
+    counts = stages.num_blocks or split_stages(
+        table.block_costs, stages.pipefusion_degree, sizes=table.block_bytes,
+        limits=[min(memory[rank] for rank in range(len(memory)) if stage_of(rank, stages) == stage)
+                - table.outside_bytes for stage in range(stages.pipefusion_degree)] if memory else None)
+    return stage_blocks(counts, stage_of(rank, stages))
+
+
+def load(checkpoint, table, model, packed, part, copies=CopiesInLine):
     """A worker's Loaded, with uninitialised weights on the device. model, packed: from outline. part: (blocks of the
     rank's stage, its tensor rank). copies(offloaded weights before they get buffers): makes the object that copies for
     OffloadedBlocks."""
-    (blocks, tensor_rank), family = part, checkpoint.family
-    splits = splits_of(model, family, spec)
+    (blocks, tensor_rank), family, spec, splits = part, checkpoint.family, table.spec, table.splits
     here = None if spec.stages is None or spec.stages.every_block else blocks
-    transformer = Transformer(model, checkpoint, spec, CUDA, tensor_rank, here, splits)
-    offloaded = plan_weights(model, family, spec, spec.weights_memory, here)[1] if spec.weights_memory else {}
+    transformer = Transformer(model, checkpoint, table, CUDA, tensor_rank, here)
+    offloaded = plan_weights(table, spec.weights_memory, here)[1] if spec.weights_memory else {}
     streamed: dict[int, list] = {}                                 # by block: its weights and their host copies
     first = []
-    indices = block_indices(model, family.blocks)
-    for name, tensor, dtype in storage_dtypes(model, family, spec):
-        index = None if family.plan.is_outside(name) else indices.get(block_path(name))
-        if here is not None and index is not None and index not in here:
+    tensors = dict((*model.named_parameters(), *model.named_buffers()))
+    for weight in table.weights:
+        name, tensor = weight.name, tensors[weight.name]
+        if here is not None and weight.block is not None and weight.block not in here:
             continue                                           # in another stage: stays on the meta device
         own = splits[name].own(tensor, spec.tensor_degree, tensor_rank) if name in splits else tensor
         owner, _, leaf = name.rpartition(".")
-        module, dtype = model.get_submodule(owner), tensor.dtype if name in packed else dtype
+        module = model.get_submodule(owner)
         shape = tensor[:0].shape if own is None else own.shape
-        made = torch.empty(shape, dtype=dtype, device=CUDA)
+        made = torch.empty(shape, dtype=weight.dtype, device=CUDA)
         if name in offloaded:                                  # its only device memory is a buffer
             host_copy, made = torch.empty_like(made, device="cpu"), made.new_empty(0)
             first.append(made)
@@ -194,11 +196,6 @@ def load(checkpoint, spec, model, packed, part, copies=CopiesInLine):
     unpack_at_use(model, packed, transformer.casts)
     hooks = install_hooks(model, family.plan, splits=splits, offloaded=transformer.offloaded)
     return Loaded(transformer, hooks, getattr(torch, spec.compute_dtype), blocks)
-
-
-def block_path(name):
-    """Path of the block that would contain a weight."""
-    return ".".join(name.split(".")[:2])
 
 
 def _count(loaded, spec, layout, run, world_size, work):

@@ -201,7 +201,7 @@ def estimates(subject, ways, machine, steps):
     family = subject.family
     if family.plan.is_unet:
         return {}, ""
-    dims = dims_of(family, subject.checkpoint.meta_model(), subject.spec())
+    dims = dims_of(family, subject.checkpoint.meta_model(), subject.checkpoint.weight_table(subject.spec()))
     first = subject.calls[0]
     job = job_of(family, dims, tuple(first.latent.shape), first.conditioning, steps, len(subject.calls))
     patch = family.patch_size(subject.checkpoint.config)

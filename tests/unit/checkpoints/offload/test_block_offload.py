@@ -22,7 +22,6 @@ from xdit_backend.checkpoints.loader import load_transformer
 from xdit_backend.checkpoints.offload.block_offload import OffloadedBlocks
 from xdit_backend.checkpoints.offload.host_weights import HostCopies
 from xdit_backend.checkpoints.offload.offload_plan import plan_weights, unmapped_bytes
-from xdit_backend.checkpoints.tensor_sharding import block_sizes
 from xdit_backend.checkpoints.weight_deltas import change_weights
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE, build_mesh
@@ -38,6 +37,7 @@ from xdit_backend.partition import cut_patches, split_stages, stage_blocks
 from xdit_backend.protocol.errors import CheckpointError, CopyError
 from xdit_backend.protocol.shared_memory import SegmentStore
 from xdit_backend.protocol.specs import Change, Layout, LowRank
+from xdit_backend.tools.dry_run.simulated_rank import table_of
 from xdit_backend.worker.models import Loaded
 
 CPU = torch.device("cpu")
@@ -88,9 +88,9 @@ def loaded_of(path, storage, share=None, mesh=SINGLE, layout=LAYOUTS["one"], poi
     family = checkpoint.family
     spec = checkpoint.spec(storage, compute, tensor_degree=layout.tensor_degree)
 
-    def stage(model):
+    def stage(table):
         nonlocal blocks
-        sizes = [size for size, _ in block_sizes(model, family)]
+        sizes = [size for size, _ in table.block_sizes]
         blocks = stage_blocks(split_stages(sizes, layout.pipefusion_degree), mesh.ranks["pipefusion"])
         return blocks
 
@@ -319,10 +319,9 @@ def test_what_the_file_has_otherwise_is_in_host_memory_once_for_all_ranks(storag
     path = folders("Flux.1")
     checkpoint = open_checkpoint(path)
     spec = checkpoint.spec(storage, "float32", weights_memory=2 * 10 ** 6 if storage == "float32" else 5 * 10 ** 5)
-    with torch.device("meta"):
-        model = build(checkpoint.family, checkpoint.config)
-    plan, names = plan_weights(model, checkpoint.family, spec, spec.weights_memory)
-    foreseen = unmapped_bytes(checkpoint, model, spec, names)
+    table = table_of(checkpoint, spec)
+    plan, names = plan_weights(table, spec.weights_memory)
+    foreseen = unmapped_bytes(table, names)
     memory = torch.zeros(foreseen, dtype=torch.uint8)
 
     ranks = [HostCopies(memory, own, 2) for own in range(2)]

@@ -51,8 +51,7 @@ def test_quantised_weights_come_as_they_are_held(file_of, tmp_path, how):
     store, path = SegmentStore(), file_of("sd3") if how in TYPES else save_as(how, tmp_path, file_of("sd3"))
     checkpoint = open_checkpoint(path)
     spec = checkpoint.spec("float32", "float32", quantisation=how if how in TYPES else "")
-    model = checkpoint.meta_model(spec.quantisation)
-    plan, names = plan_weights(model, checkpoint.family, spec, 1)
+    plan, names = plan_weights(checkpoint.weight_table(spec), 1)
     try:
         with torch.inference_mode():
             whole, coming = (loaded_of(dataclasses.replace(spec, weights_memory=budget)) for budget in (0, 1))
@@ -84,7 +83,7 @@ def test_ranks_write_a_part_each_of_what_all_have_come_from_host_memory(file_of,
     """The first one has loaded the model before the second one has written anything."""
     checkpoint = open_checkpoint(save_as(how, tmp_path, file_of("sd3")))
     spec = checkpoint.spec("float32", "float32")
-    shared = with_host_bytes(dataclasses.replace(spec, weights_memory=1), checkpoint, checkpoint.meta_model(""))
+    shared = with_host_bytes(dataclasses.replace(spec, weights_memory=1), checkpoint.weight_table(spec))
     memory = torch.full((shared.host_bytes,), 255, dtype=torch.uint8)
     with torch.inference_mode():
         before = prediction(loaded_of(spec))

@@ -19,7 +19,6 @@ from xdit_backend.checkpoints.loader import load_transformer
 from xdit_backend.checkpoints.quantisation import kitchen_layers
 from xdit_backend.checkpoints.quantisation.layer_formats import FORMATS as FORMATS_READ
 from xdit_backend.checkpoints.quantisation.quantised_weights import packed_weights
-from xdit_backend.checkpoints.tensor_sharding import resident_bytes
 from xdit_backend.checkpoints.weight_deltas import change_weights
 from xdit_backend.protocol.errors import CheckpointError
 from xdit_backend.protocol.shared_memory import SegmentStore
@@ -230,7 +229,7 @@ def test_a_rank_holds_what_the_file_holds(file_of, tmp_path, format_):
     model = load_transformer(spec, CPU).model
 
     held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    assert held == resident_bytes(checkpoint.meta_model(), checkpoint.family, spec)
+    assert held == checkpoint.weight_table(spec).resident_bytes
     in_file = sum(tensor.nbytes for name, tensor in load_file(path).items() if not name.endswith("comfy_quant"))
     assert 0.99 < held / in_file < 1.01
 

@@ -18,7 +18,6 @@ from xdit_backend.checkpoints.detection import recognise
 from xdit_backend.checkpoints.loader import load_transformer
 from xdit_backend.checkpoints.quantisation.gguf import PACKED, UNPACKED, dequantised, row_bytes
 from xdit_backend.checkpoints.quantisation.quantised_weights import SCALED, unpacked
-from xdit_backend.checkpoints.tensor_sharding import resident_bytes
 from xdit_backend.protocol.errors import CheckpointError
 
 
@@ -71,7 +70,7 @@ def test_types_that_are_unpacked_when_read_equal_the_dequantised_file(file_of, t
 
     assert len(open_checkpoint(path).quantised) > 10
     assert all(torch.equal(parameter, wanted[name]) for name, parameter in model.named_parameters())
-    assert resident_bytes(open_checkpoint(path).meta_model(), family, spec) == sum(
+    assert open_checkpoint(path).weight_table(spec).resident_bytes == sum(
         tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -90,7 +89,7 @@ def test_a_gguf_file_equals_the_dequantised_one(file_of, tmp_path, kind, type_):
     assert relative_error(result, exact) > 1e-3
     header = open_checkpoint(path)
     spec = header.spec("float32", "float32")
-    held, plain = (resident_bytes(open_checkpoint(file).meta_model(), family, spec)
+    held, plain = (open_checkpoint(file).weight_table(spec).resident_bytes
                    for file in (path, tmp_path / "plain.safetensors"))
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]]
     numbers = sum(header.shapes[name][0] * header.shapes[name][1] for name in header.quantised)

@@ -17,7 +17,7 @@ from tests.support.tolerances import close, relative_error, within
 from xdit_backend.checkpoints.build_transformer import build
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loader import load_transformer
-from xdit_backend.checkpoints.tensor_sharding import block_bytes, resident_bytes
+from xdit_backend.checkpoints.weight_table import weight_table
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE
 from xdit_backend.hooks.install import install_hooks
@@ -65,7 +65,7 @@ def ours(path, family, storage, compute="float32", quantisation=""):
     transformer = load_transformer(spec, CPU)
     model, config = transformer.model, transformer.config
     assert sum(t.numel() * t.element_size()
-               for t in (*model.parameters(), *model.buffers())) == resident_bytes(model, family, spec)
+               for t in (*model.parameters(), *model.buffers())) == weight_table(model, family, spec).resident_bytes
     loaded = Loaded(transformer, install_hooks(model, family.plan), dtype, range(0))
     latent, timestep, conditioning = requested(family, config)
     conditioning = rounded(conditioning, dtype)
@@ -194,9 +194,9 @@ def test_a_published_model_in_float8_takes_a_byte_a_parameter(name, config, tabl
     spec = ModelSpec("model", name, "file", "float8_e4m3fn", "bfloat16")
     blocks = [block for list_ in family.blocks for block in model.get_submodule(list_.name)]
 
-    assert resident_bytes(model, family, spec) == sum(parameter.numel() for parameter in model.parameters()) + tables
-    assert block_bytes(model, family, spec) == [sum(parameter.numel() for parameter in block.parameters())
-                                                for block in blocks]
+    table = weight_table(model, family, spec)
+    assert table.resident_bytes == sum(parameter.numel() for parameter in model.parameters()) + tables
+    assert table.block_bytes == tuple(sum(parameter.numel() for parameter in block.parameters()) for block in blocks)
 
 
 def defaults(family):

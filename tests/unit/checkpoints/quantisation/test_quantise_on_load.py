@@ -11,7 +11,7 @@ from tests.unit.checkpoints.quantisation.test_layerwise_casting import ours
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loader import load_transformer
 from xdit_backend.checkpoints.quantisation.quantised_weights import SCALED, unpacked
-from xdit_backend.checkpoints.tensor_sharding import block_bytes, resident_bytes
+from xdit_backend.checkpoints.weight_table import weight_table
 
 CPU = torch.device("cpu")
 
@@ -36,16 +36,17 @@ def test_quantised_weights_equal_the_dequantised_ones(file_of, tmp_path, kind, q
     # a number is rounded to bfloat16 once, where it is unpacked
     close(half, half_want, 1e-5)
     header = open_checkpoint(path)
-    model, spec = header.meta_model(quantisation), header.spec("float32", "float32", quantisation=quantisation)
-    held = resident_bytes(model, family, spec)
+    spec = header.spec("float32", "float32", quantisation=quantisation)
+    table = header.weight_table(spec)
+    held = table.resident_bytes
     loaded = load_transformer(spec, CPU).model
     assert held == sum(tensor.nbytes for tensor in (*loaded.parameters(), *loaded.buffers()))
-    assert block_bytes(model, family, spec) == block_bytes(loaded, family, spec)
+    assert table.block_bytes == weight_table(loaded, family, spec).block_bytes
     shapes = [header.shapes[name.removeprefix(header.prefix)] for name in matrices(path)]
     rows_columns = [shape for shape in shapes if quantisation == "int8" or shape[1] % 64 == 0]
     saved = sum(3 * rows * columns - 4 * rows if quantisation == "int8" else rows * columns // 64 * (256 - 36)
                 for rows, columns in rows_columns)
-    assert len(rows_columns) > 10 and held == resident_bytes(header.meta_model(), family, spec) - saved
+    assert len(rows_columns) > 10 and held == weight_table(header.meta_model(), family, spec).resident_bytes - saved
 
 
 @pytest.mark.parametrize("type_", ["INT8", "F8_E4M3"])

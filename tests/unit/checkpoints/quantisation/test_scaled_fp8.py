@@ -9,7 +9,6 @@ from tests.support.tiny_checkpoints import VARIANTS, families, matrices, metadat
 from tests.support.tolerances import close, relative_error
 from tests.unit.checkpoints.quantisation.test_layerwise_casting import native, ours
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
-from xdit_backend.checkpoints.tensor_sharding import resident_bytes
 from xdit_backend.protocol.errors import CheckpointError
 
 # with matrices whose scales ComfyUI does not heed, and such a file is refused
@@ -39,8 +38,8 @@ def test_a_scaled_file_equals_comfyuis_and_the_dequantised_one(file_of, tmp_path
     close(result, want, 1e-5)
     assert relative_error(result, exact) > 1e-3
     header = open_checkpoint(path)
-    held = resident_bytes(header.meta_model(), family, header.spec("float32", "float32"))
-    plain = resident_bytes(open_checkpoint(file_of(kind)).meta_model(), family, header.spec("float32", "float32"))
+    held, plain = (one.weight_table(header.spec("float32", "float32")).resident_bytes
+                   for one in (header, open_checkpoint(file_of(kind))))
     numbers = sum(header.shapes[name][0] * header.shapes[name][1] for name in matrices(path))
     # of the inputs too
     scales = 4 * sum(layer.num_scales + 1 for layer in header.layers.values())

@@ -12,19 +12,17 @@ import torch
 
 from tests.support.model_zoo import ALIKE
 from xdit_backend.checkpoints.quantisation.layerwise_casting import add_at_use
-from xdit_backend.checkpoints.tensor_sharding import storage_dtypes, tensor_splits
 from xdit_backend.comfyui.install_location import comfyui_version, find_comfyui
 from xdit_backend.models import FAMILIES
 from xdit_backend.models.common.example_inputs import pixels_a_side
 from xdit_backend.models.common.family import Family
-from xdit_backend.partition import block_indices
 from xdit_backend.protocol.specs import Stages
 from xdit_backend.tools.bench.size import parse_layout
 from xdit_backend.tools.dry_run.commands import Run
 from xdit_backend.tools.dry_run.example_inputs import conditioning_shapes, latent_shape
 from xdit_backend.tools.dry_run.fake_cuda import CUDA
 from xdit_backend.tools.dry_run.published_models import PUBLISHED, Unwritten
-from xdit_backend.tools.dry_run.simulated_rank import block_path, count, load, outline, own_blocks, world_size_of
+from xdit_backend.tools.dry_run.simulated_rank import count, load, outline, own_blocks, table_of, world_size_of
 
 TRANSFORMERS = ("one", "ulysses2", "ring2", "pipefusion2", "tensor2", "displaced2", "ulysses2-ring2",
                 "pipefusion2-ulysses2", "tensor2-ring2")
@@ -105,9 +103,9 @@ def counted(row, layout_name, rank=-1, storage="bfloat16", quantisation=""):
                  rank % world_size_of(layout), run)
 
 
-def with_lora(checkpoint, spec, model, packed, part):
+def with_lora(checkpoint, table, model, packed, part):
     """simulated_rank.load, with the factors of a LoRA beside each weight that is packed, as workers hold them."""
-    loaded = load(checkpoint, spec, model, packed, part)
+    loaded = load(checkpoint, table, model, packed, part)
     for name in packed:
         linear = model.get_submodule(name.removesuffix(".weight"))
         if not linear.weight.is_meta:                          # of another stage
@@ -122,17 +120,12 @@ def weights_of(row, layout_name, rank=-1, storage="bfloat16", item_bytes=0):
     (checkpoint, _), layout = row, parse_layout(layout_name)
     family, spec, rank = checkpoint.family, spec_of(checkpoint, layout, storage), rank % world_size_of(layout)
     model, _ = outline(checkpoint, spec)
-    degree, splits = layout.tensor_degree, {}
-    if degree > 1:
-        splits = tensor_splits(model, family.plan, degree)
-    in_file = model.state_dict().keys() if item_bytes else ()
-    here, indices, total = own_blocks(model, family, spec, rank), block_indices(model, family.blocks), 0
-    for name, tensor, dtype in storage_dtypes(model, family, spec):
-        is_outside = family.plan.is_unet or name.startswith(family.plan.shared_parameters)
-        block = None if is_outside else indices.get(block_path(name))
-        if block is None or block in here:
-            share = splits[name].share(degree, rank % degree) if name in splits else 1
-            total += round(tensor.numel() * share) * (item_bytes if name in in_file else dtype.itemsize)
+    table, in_file, total = table_of(checkpoint, spec), model.state_dict().keys() if item_bytes else (), 0
+    here = own_blocks(table, rank)
+    for weight in table.weights:
+        if weight.block is None or family.plan.is_unet or weight.block in here:
+            size = weight.num_bytes(spec.tensor_degree, rank % spec.tensor_degree)
+            total += size // weight.dtype.itemsize * item_bytes if weight.name in in_file else size
     return total
 
 

@@ -14,11 +14,10 @@ from xdit_backend.checkpoints import loader
 from xdit_backend.checkpoints.build_transformer import build_empty
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.offload.offload_plan import plan_weights
-from xdit_backend.checkpoints.tensor_sharding import block_sizes
 from xdit_backend.tools.bench.size import parse_layout
 from xdit_backend.tools.dry_run.fake_cuda import CUDA, fake_cuda_device
 from xdit_backend.tools.dry_run.op_counter import DeviceWork
-from xdit_backend.tools.dry_run.simulated_rank import outline, own_blocks, world_size_of
+from xdit_backend.tools.dry_run.simulated_rank import own_blocks, table_of, world_size_of
 
 ROWS = [("z-image", "pipefusion2", "bfloat16"), ("flux.1-dev", "pipefusion2", "bfloat16"),
         ("flux.1-dev", "tensor2", "float8_e4m3fn"), ("wan2.1-14b-720p", "pipefusion4", "bfloat16"),
@@ -101,9 +100,9 @@ def test_a_rank_loads_its_own_weights_once(tmp_path, monkeypatch, name, layout_n
     model, layout = published(name, None)[0], parse_layout(layout_name)
     checkpoint = sparse_folder(tmp_path, model)
     spec = spec_of(checkpoint, layout, storage)
-    empty, _ = outline(model, spec)
+    table = table_of(model, spec)
     for rank in {0, world_size_of(layout) - 1}:
-        own = own_blocks(empty, model.family, spec, rank) if spec.stages is not None else None
+        own = own_blocks(table, rank) if spec.stages is not None else None
         outside = build_empty(model.family, checkpoint.config)
         monkeypatch.setattr(loader, "build_empty", lambda family, config, made=outside: made)
         with monkeypatch.context() as changed, fake_cuda_device(), DeviceWork() as work, Holes() as holes:
@@ -125,9 +124,9 @@ def test_weights_that_stay_in_host_memory_come_once_a_step(tmp_path, monkeypatch
     model, layout = published(name, None)[0], parse_layout(layout_name)
     checkpoint = sparse_folder(tmp_path, model)
     spec = dataclasses.replace(spec_of(checkpoint, layout), weights_memory=int(budget_bytes))
-    empty, _ = outline(model, spec)
-    own = own_blocks(empty, model.family, spec, 0) if spec.stages is not None else None
-    plan, _ = plan_weights(empty, model.family, spec, spec.weights_memory, own)
+    table = table_of(model, spec)
+    own = own_blocks(table, 0) if spec.stages is not None else None
+    plan, _ = plan_weights(table, spec.weights_memory, own)
     outside = build_empty(model.family, checkpoint.config)
     monkeypatch.setattr(loader, "build_empty", lambda family, config: outside)
     copies = Copies()
@@ -138,7 +137,7 @@ def test_weights_that_stay_in_host_memory_come_once_a_step(tmp_path, monkeypatch
         on_device = keep_what_is_moved(changed)
         loaded = loader.load_transformer(spec, CUDA, choose_blocks=own and (lambda _: own))
         while_loading, resident_bytes = sum(holes.sent), work.resident_bytes
-        in_steps = [_stepped(loaded.offloaded, own or range(len(block_sizes(empty, model.family))), copies)
+        in_steps = [_stepped(loaded.offloaded, own or range(len(table.block_sizes)), copies)
                     for _ in range(2)]
         at_work = work.resident_bytes
         del on_device

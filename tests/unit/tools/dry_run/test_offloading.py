@@ -2,6 +2,7 @@
 device has room for and what the forecast says, and weights come once a step."""
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 
@@ -11,14 +12,13 @@ from tests.support.tiers import by_default
 from xdit_backend.__main__ import make_parser
 from xdit_backend.checkpoints.offload.block_offload import OffloadedBlocks
 from xdit_backend.checkpoints.offload.offload_plan import plan_weights
-from xdit_backend.checkpoints.tensor_sharding import storage_dtypes
 from xdit_backend.partition import FULL
 from xdit_backend.planner.cost_model import COLLECTIVES, Device, Links
 from xdit_backend.planner.layout_search import Machine
 from xdit_backend.planner.memory_model import memory_budget
 from xdit_backend.tools.bench import fits, size
 from xdit_backend.tools.dry_run import published_models
-from xdit_backend.tools.dry_run.simulated_rank import count, stage_ranks
+from xdit_backend.tools.dry_run.simulated_rank import count, stage_ranks, table_of
 from xdit_backend.worker import cooperative_loading
 
 ALLOWED = 0.03
@@ -127,12 +127,12 @@ SHORT = "short --weights-memory 1.9"      # two blocks of each kind, of which th
 
 def parts_of(fit, spec):
     """[bytes of each of two ranks' part of a block that comes], [those that both bring], by arithmetic on shapes."""
-    model, family = fit.subject.model, fit.subject.checkpoint.family
-    come, sizes = plan_weights(model, family, spec, spec.weights_memory)[1], {}
-    for name, tensor, dtype in storage_dtypes(model, family, spec):
-        if name in come:
-            taken = -(-tensor.numel() * dtype.itemsize // 512) * 512
-            sizes[come[name]] = sizes.get(come[name], 0) + taken
+    table, sizes = table_of(fit.subject.checkpoint, spec), {}
+    come = plan_weights(table, spec.weights_memory)[1]
+    for weight in table.weights:
+        if weight.name in come:
+            taken = -(-math.prod(weight.shape) * weight.dtype.itemsize // 512) * 512
+            sizes[come[weight.name]] = sizes.get(come[weight.name], 0) + taken
     parts = [taken // 2 // 512 * 512 for taken in sizes.values()]
     return parts, [taken - 2 * part for taken, part in zip(sizes.values(), parts)]
 

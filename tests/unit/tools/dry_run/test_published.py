@@ -12,7 +12,6 @@ from tests.unit.checkpoints.test_header import PUBLISHED as FILES
 from tests.unit.tools.dry_run.rows import counted, published, spec_of
 from xdit_backend.checkpoints.build_transformer import build_empty
 from xdit_backend.checkpoints.model_dims import dims_of, job_of, unet_run_memory
-from xdit_backend.checkpoints.tensor_sharding import resident_bytes
 from xdit_backend.config import ParallelConfig
 from xdit_backend.models import FAMILIES
 from xdit_backend.planner.memory_model import rank_memory, weight_bytes
@@ -20,7 +19,7 @@ from xdit_backend.planner.planner import degrees_of
 from xdit_backend.protocol.errors import ConfigError
 from xdit_backend.tools.bench.size import parse_layout
 from xdit_backend.tools.dry_run.published_models import PUBLISHED
-from xdit_backend.tools.dry_run.simulated_rank import check_layout, outline, world_size_of
+from xdit_backend.tools.dry_run.simulated_rank import check_layout, own_blocks, table_of, world_size_of
 
 ALLOWED = 0.05
 # counted with all blocks: what is said of PiD's latent lives once for each gate, and HiDream-I1's text for each block;
@@ -87,7 +86,8 @@ def runs_under(name, layout_name):
 def net_and_job(name, layout_name, blocks=2, branches=1):
     """(Net, Job) of a published model's usual step."""
     (checkpoint, run), layout = published(name, blocks), parse_layout(layout_name)
-    dims = dims_of(checkpoint.family, build_empty(checkpoint.family, checkpoint.config), spec_of(checkpoint, layout))
+    dims = dims_of(checkpoint.family, build_empty(checkpoint.family, checkpoint.config),
+                   table_of(checkpoint, spec_of(checkpoint, layout)))
     shapes = run.conditioning | run.call_conditioning
     given = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
     return dims, job_of(checkpoint.family, dims, run.shape, given, 20, branches)
@@ -283,18 +283,13 @@ def test_ulysses_and_ring_send_what_the_formula_says(name, layout_name):
 def test_weights_are_what_was_forecast_to_the_byte(name):
     """Of one device, and of the fullest stage of two and of four."""
     row = published(name, None)
-    model, _ = outline(row[0], spec_of(row[0], parse_layout("one")))
     _, dims = forecast_of(name, "one", None)
     for stages in (1, 2, 4):
         degrees = degrees_of(parse_layout(f"pipefusion{stages}"), ParallelConfig())
 
-        assert weight_bytes(dims, degrees) == max(_stage_weights(row, model, stages))
+        assert weight_bytes(dims, degrees) == max(_stage_weights(row, stages))
 
 
-def _stage_weights(row, model, stages):
-    from xdit_backend.checkpoints.tensor_sharding import block_bytes
-    from xdit_backend.tools.dry_run.simulated_rank import own_blocks
-    family, spec = row[0].family, spec_of(row[0], parse_layout(f"pipefusion{stages}"))
-    sizes = block_bytes(model, family, spec)
-    outside = resident_bytes(model, family, spec) - sum(sizes)
-    return [outside + sum(sizes[block] for block in own_blocks(model, family, spec, rank)) for rank in range(stages)]
+def _stage_weights(row, stages):
+    table = table_of(row[0], spec_of(row[0], parse_layout(f"pipefusion{stages}")))
+    return [table.rank_bytes(own_blocks(table, rank)) for rank in range(stages)]

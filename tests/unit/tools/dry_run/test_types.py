@@ -24,7 +24,7 @@ from xdit_backend.protocol.specs import Layout
 from xdit_backend.tools.dry_run import fake_cuda, simulated_rank
 from xdit_backend.tools.dry_run.fake_cuda import CUDA, fake_cuda_device
 from xdit_backend.tools.dry_run.op_counter import DeviceWork
-from xdit_backend.tools.dry_run.simulated_rank import outline
+from xdit_backend.tools.dry_run.simulated_rank import outline, table_of
 
 # bits that a weight of a linear layer takes
 BITS = {"fp8_e4m3fn": 8, "float8_e4m3fn": 8, "float8_e5m2": 8, "nvfp4": 4.5, "mxfp8": 8.25, "int8_tensorwise": 8,
@@ -65,7 +65,7 @@ def off_by(name, type_, settings=DEFAULT_SETTINGS):
     """How far the forecast of what a step takes beside such weights is from what is counted."""
     (checkpoint, run), storage, quantisation = given(type_, name)
     spec = spec_of(checkpoint, Layout(), storage, quantisation)
-    dims = dims_of(checkpoint.family, outline(checkpoint, spec)[0], spec, (fake_cuda.CAPABILITY,))
+    dims = dims_of(checkpoint.family, outline(checkpoint, spec)[0], table_of(checkpoint, spec), (fake_cuda.CAPABILITY,))
     shapes = run.conditioning | run.call_conditioning
     job = job_of(checkpoint.family, dims, run.shape,
                  {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}, 20)
@@ -94,7 +94,7 @@ def test_of_a_gpu_that_is_not_known_no_less_is_forecast_than_of_any(name, type_)
     """Which may multiply such weights or unpack them."""
     checkpoint, run = given(type_, name)[0]
     spec = spec_of(checkpoint, Layout())
-    nets = [dims_of(checkpoint.family, outline(checkpoint, spec)[0], spec, (capability,))
+    nets = [dims_of(checkpoint.family, outline(checkpoint, spec)[0], table_of(checkpoint, spec), (capability,))
             for capability in (None, (8, 0), (8, 9))]
     for settings in (DEFAULT_SETTINGS, MemorySettings(has_lora=True)):
         unknown, *known = (rank_memory(dims, Job(4096, 512, 20), degrees_of(Layout(), ParallelConfig()), settings)
