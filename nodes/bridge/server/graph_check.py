@@ -4,6 +4,7 @@ Messages come from the functions that reject a run. Files are read by their head
 patches the MODEL is executed on a model without weights, whose patches are then checked as those of a run are.
 """
 
+import collections
 import functools
 import inspect
 
@@ -74,8 +75,12 @@ class Graph:
 
     def __init__(self, prompt, classes):
         self._nodes, self._classes, self._models = prompt, classes, set(model_names())
-        self._links = [(target, name, str(value[0]), value[1]) for target, node in prompt.items()
-                       for name, value in node["inputs"].items() if _is_link(value) and str(value[0]) in prompt]
+        self._inputs = {target: [(name, str(value[0]), value[1]) for name, value in node["inputs"].items()
+                                 if _is_link(value) and str(value[0]) in prompt] for target, node in prompt.items()}
+        self._outputs, self._types = collections.defaultdict(list), {}
+        for target, links in self._inputs.items():
+            for _, origin, slot in links:
+                self._outputs[origin].append((target, slot))
 
     def class_type(self, node):
         return self._nodes[node]["class_type"]
@@ -90,8 +95,7 @@ class Graph:
 
     def linked(self, node):
         """{name: (origin, type that the link carries)} of the linked inputs."""
-        return {name: (origin, self._carried(origin, slot)) for target, name, origin, slot in self._links
-                if target == node}
+        return {name: (origin, self._carried(origin, slot)) for name, origin, slot in self._inputs[node]}
 
     def output_types(self, node):
         class_ = self.class_of(node)
@@ -99,7 +103,8 @@ class Graph:
 
     def loaders(self, type_):
         """Nodes that have a used output of this type and no linked input of it."""
-        origins = {origin for _, _, origin, slot in self._links if self._carried(origin, slot) == type_}
+        origins = {origin for origin, links in self._outputs.items()
+                   if any(self._carried(origin, slot) == type_ for _, slot in links)}
         return [node for node in self._nodes if node in origins and type_ in self.output_types(node)
                 and all(carried != type_ for _, carried in self.linked(node).values())]
 
@@ -128,29 +133,41 @@ class Graph:
 
     def users(self, loader):
         """The nodes that get this loader's MODEL, in order of distance."""
-        found = [loader]
-        for node in found:
-            found += [target for target, _, origin, slot in self._links if origin == node and target not in found
-                      and self._carried(origin, slot) in WITH_MODEL]
-        return found[1:]
+        found = {loader: None}                                 # in order, without repeats
+        pending = collections.deque(found)
+        while pending:
+            node = pending.popleft()
+            new = {target: None for target, slot in self._outputs[node]
+                   if target not in found and self._carried(node, slot) in WITH_MODEL}
+            found |= new
+            pending += new
+        return [*found][1:]
 
     def before(self, node, type_):
         """The nodes from which inputs of this type come, through any number of nodes that pass it on."""
-        found = [origin for origin, carried in self.linked(node).values() if carried == type_]
-        for other in found:
-            found += [origin for origin, carried in self.linked(other).values() if carried == type_
-                      and origin not in found]
-        return found
+        found, pending = {}, collections.deque([node])
+        while pending:
+            new = {origin: None for origin, carried in self.linked(pending.popleft()).values()
+                   if carried == type_ and origin not in found}
+            found |= new
+            pending += new
+        return [*found]
 
-    def _carried(self, node, slot, seen=()):
-        types = self.output_types(node)
-        type_ = types[slot] if isinstance(slot, int) and 0 <= slot < len(types) else None
-        if type_ not in ANY or node in seen:
-            return type_
-        inputs = (self._carried(origin, other, (*seen, node)) for target, _, origin, other in self._links
-                  if target == node)
-        return min(inputs, key=lambda carried: CARRIED.index(carried) if carried in CARRIED else len(CARRIED),
-                   default=type_)
+    def _carried(self, node, slot):
+        """The type of an output; of one that passes on an input, the first of CARRIED that reaches it."""
+        if (node, slot) not in self._types:
+            found, pending, seen = [], [(node, slot)], set()
+            while pending:
+                output = pending.pop()
+                types, number = self.output_types(output[0]), output[1]
+                found.append(types[number] if 0 <= number < len(types) else None)
+                if found[-1] in ANY and output[0] not in seen:
+                    seen.add(output[0])
+                    pending += [(origin, slot) for _, origin, slot in self._inputs[output[0]]]
+            known = [type_ for type_ in found if type_ not in ANY]
+            self._types[node, slot] = min(
+                known, key=lambda type_: CARRIED.index(type_) if type_ in CARRIED else len(CARRIED), default=found[0])
+        return self._types[node, slot]
 
 
 def _is_link(value):

@@ -203,3 +203,25 @@ def test_each_node_of_comfyui_has_the_verdict_of_its_run(comfyui, module):
 def test_nodes_of_other_models_are_for_no_family(module):
     assert [(model, name) for model in module.OTHER_MODELS.values() for name in FAMILIES
             if model.lower() in name.lower()] == []
+
+
+@pytest.mark.parametrize("shape", ["chain", "lattice", "ring"])
+def test_nodes_that_pass_on_any_type_are_followed_once_each(comfyui, shape):
+    """4,000 in a row, in layers of two that both link to both of the next, and in a ring."""
+    class Passes:
+        RETURN_TYPES = ("*",)
+    classes = comfyui.nodes.NODE_CLASS_MAPPINGS | {"Passes": Passes}
+    prompt, last, width = graph_of(comfyui.file("sd15")), ["loader", 0], 2 if shape == "lattice" else 1
+    links = {"a": last}
+    for number in range(0, 4000, width):
+        for place in range(width):
+            prompt[f"p{number + place}"] = {"class_type": "Passes", "inputs": links}
+        links = {f"a{place}": [f"p{number + place}", 0] for place in range(width)}
+    if shape == "ring":
+        prompt["p0"]["inputs"] = links | {"more": last}
+    prompt["sampler"]["inputs"]["model"] = ["p3999", 0]
+    module = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.server.graph_check")
+    graph = module.Graph(prompt, classes)
+
+    assert graph.loaders("MODEL") == ["loader"]
+    assert len(graph.users("loader")) == 4001 and graph.users("loader")[-1] == "sampler"
