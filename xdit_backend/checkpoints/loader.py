@@ -92,9 +92,8 @@ class Transformer:
         if self.family.plan.is_outside(name):
             return None
         for list_ in self.family.blocks:
-            prefixes = ([f"{each}." for each in list_.names] if self.checkpoint.folder_config is not None
-                        else [list_.file_prefix])
-            for prefix in prefixes:
+            first_prefix = f"{list_.name}." if self.checkpoint.folder_config is not None else list_.file_prefix
+            for prefix in (first_prefix, *(f"{each}." for each in list_.names[1:])):
                 if name.startswith(prefix):
                     return first + int(name[len(prefix):].partition(".")[0])
             first += len(self.model.get_submodule(list_.name))
