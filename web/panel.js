@@ -3,6 +3,7 @@
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { element } from "./dom.js";
+import { onOneDevice } from "./measure.js";
 import { headOf } from "./messages.js";
 import { lastOutcome, onOutcome } from "./outcome.js";
 import { say } from "./texts.js";
@@ -96,6 +97,18 @@ class Panel {
     this.status.textContent = answer.ok ? text(`${action}_done`) : text("refused", { text: translated(language(), (await answer.json()).error) });
   }
 
+  /** Queue a prompt of ComfyUI's history on one device. */
+  async measureOne(id, device) {
+    const past = (await (await api.fetchApi(`/history/${id}`)).json())[id];
+    if (!past) return void (this.status.textContent = text("one_gone"));
+    const [, , prompt, extra] = past.prompt;
+    const { required, optional } = LiteGraph.registered_node_types.XDiTParallelConfig.nodeData.input;
+    const defaults = Object.fromEntries(Object.entries({ ...required, ...optional }).map(([name, [, options]]) => [name, options.default]));
+    const answer = await post("/prompt", { client_id: api.clientId, prompt: onOneDevice(prompt, device, defaults),
+      extra_data: { extra_pnginfo: extra?.extra_pnginfo } });
+    this.status.textContent = answer.ok ? text("one_queued", { device }) : text("refused", { text: (await answer.json()).error?.message });
+  }
+
   async saveTrace() {
     const answer = await api.fetchApi("/xdit/trace");
     const link = element("a", { download: "xdit-trace.json", href: URL.createObjectURL(await answer.blob()) });
@@ -158,7 +171,7 @@ function runView(run) {
     ["run_steps", run.steps ? text("steps_of", { step: run.step, steps: run.steps }) : ""],
     ["run_a_step", run.a_step ? aStep(run) : ""], ["run_took", run.steps ? seconds(run.seconds) : ""],
     ["run_link", run.streamed && run.a_step ? text("link_use", { size: size(run.streamed), rate: size(run.streamed / run.a_step) }) : ""],
-    ...planFacts(run), ["run_error", run.error && errorView(run.error)],
+    ...planFacts(run), ["run_on_one", oneDevice(run)], ["run_error", run.error && errorView(run.error)],
   ].filter(([, value]) => value);
   const progress = run.state === "running" && run.steps
     ? [element("progress", { max: run.steps, value: run.step, "aria-label": text("run_steps") })] : [];
@@ -171,11 +184,24 @@ function errorView(message) {
   return details ? element("div", {}, summary, element("details", {}, element("summary", {}, text("more_details")), element("pre", {}, details))) : summary;
 }
 
+/** Return the measured time of such a run on one device, or a button that measures it. */
+function oneDevice(run) {
+  if (run.working < 2) return "";
+  if (run.on_one) {
+    const one = text("one_measured", { seconds: run.on_one.a_step.toFixed(2), date: run.on_one.date });
+    return run.state === "done" && run.a_step ? text("one_faster", { one, faster: (run.on_one.a_step / run.a_step).toFixed(1) }) : one;
+  }
+  if (run.plan && !run.plan.one_fits) return text("does_not_fit");
+  if (run.state !== "done" || !run.prompt || !run.a_step) return "";
+  const [device] = run.devices;
+  return element("button", { type: "button", "data-action": "one_device", title: text("one_measure_hint", { device }),
+    onclick: () => open?.measureOne(run.prompt, device) }, text("one_measure"));
+}
+
 function planFacts({ plan, how, why_no_plan: why }) {
   if (!plan) return [["run_why", how && why && text(`why_${why}`)]];
-  const { chosen, one_fits: fits, one_s: measured, second } = plan;
+  const { chosen, second } = plan;
   return [["run_plan", layout(chosen)], ["run_why", chosen.limited_by && text(`limited_${chosen.limited_by.replace("-", "")}`)],
-    ["run_on_one", chosen.methods.length && (fits ? measured && seconds(measured) : text("does_not_fit"))],
     ["run_second", second ? layout(second) : ""]];
 }
 

@@ -841,8 +841,14 @@ export const ZH = {
   "no comfy_kitchen_int8": "没有 comfy_kitchen_int8",
   "{}, attention by {}":
     "{0}，注意力由 {1} 计算",
-  "{} ({}x as fast as one device) (estimate: {} s a step)":
-    "{0}，速度为单个设备的 {1} 倍（估计：每步 {2} 秒）",
+  "{}; {}x one GPU, measured here on {}":
+    "{0}；速度为单个 GPU 的 {1} 倍，于 {2} 在本机测得",
+  "{}; {}x one GPU, measured here on {} (estimate: {} s a step)":
+    "{0}；速度为单个 GPU 的 {1} 倍，于 {2} 在本机测得（估计：每步 {3} 秒）",
+  "{}; {}x one device, measured here on {}":
+    "{0}；速度为单个设备的 {1} 倍，于 {2} 在本机测得",
+  "{}; {}x one device, measured here on {} (estimate: {} s a step)":
+    "{0}；速度为单个设备的 {1} 倍，于 {2} 在本机测得（估计：每步 {3} 秒）",
   "{} (estimate: {} s a step)":
     "{0}（估计：每步 {1} 秒）",
   "cancelled after {} of {} steps":

@@ -73,6 +73,12 @@ def describe_measurements(measured_s, one_s):
     return f" ({one_s / measured_s:.1f}x as fast as one device)" if one_s else ""
 
 
+def describe_speedup(step_s, one, is_cuda):
+    """Text for a measured run of step_s seconds a step. one: the MeasuredRun of the same run on one device."""
+    device = "one GPU" if is_cuda else "one device"
+    return f"; {one.step_s / step_s:.1f}x {device}, measured here on {one.date}"
+
+
 def describe_weights(stay_bytes, streamed_bytes, chosen, num_steps, num_patches=1, is_shared=False):
     """Text about offloaded weights and their cost.
 

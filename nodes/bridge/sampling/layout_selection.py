@@ -1,15 +1,17 @@
 """Layout selection for a run of a MODEL: its estimate, and the comparison with the measured time."""
 
 import dataclasses
+import functools
 import logging
 import statistics
 import time
 
 import torch
 
+from ....xdit_backend.host.measured_runs import ONE_DEVICE
 from ....xdit_backend.memory.system_memory import pages_of
 from ....xdit_backend.planner.calibration import KNOWN, NEW, Calibration, calibrated
-from ....xdit_backend.planner.descriptions import SHOWN_S, describe_measurements, describe_plan
+from ....xdit_backend.planner.descriptions import SHOWN_S, describe_plan, describe_speedup, layout_description
 from ....xdit_backend.planner.planner import is_long, plan_run
 from ....xdit_backend.protocol.specs import WeightCopies
 from ..compatibility.attention_override import backend_of
@@ -31,7 +33,7 @@ class Estimates:
         # {(Job, MemoryCheck.changed): Plan or None}; GPU names
         self._plans, self._gpus = {}, ()
         self._pages = None                                     # system_memory.pages_of the file
-        self._measured = {}                                    # {(Job, Degrees): seconds of the last such run}
+        self.work = None                                       # run_digest of the run, while a sampler runs
 
     def begin(self, job, is_planned):
         """Return the Plan of the run that this call belongs to. A call with another plan begins another run."""
@@ -42,7 +44,7 @@ class Estimates:
         return plan
 
     def end(self):
-        self.plan = self.timed = self.streaming_plan = None
+        self.plan = self.timed = self.streaming_plan = self.work = None
         self._plans.clear()
 
     def look(self, job, may_measure):
@@ -123,13 +125,36 @@ class Estimates:
                                  self._measured_s(plan), KNOWN if known else NEW)
 
     def _measured_s(self, plan):
-        """Seconds of the last such run with this Plan's layout, and on one device; each may be None."""
-        return tuple(self._measured.get((self.timed.job, one.degrees)) for one in (plan.chosen, plan.one))
+        """Measured seconds of such a run with this Plan's layout, and on one device; each may be None."""
+        if self.work is None:
+            return None, None
+        several, one = (GROUPS.measured.find(self.work, self.gpus, layout_description(plan.chosen)), self.on_one_device)
+        return tuple(run and run.step_s * self.timed.job.steps for run in (several, one))
+
+    @functools.cached_property
+    def gpus(self):
+        """Names of the devices."""
+        return tuple(GROUPS.gpu_of(device)[0] for device in self._setup.devices)
 
     @property
-    def one_device_s(self):
-        """Measured seconds of a run like this one on a single device, or None."""
-        return None if self.plan is None else self._measured_s(self.plan)[1]
+    def on_one_device(self):
+        """The MeasuredRun of this run on a single one of the devices, or None."""
+        return None if self.work is None else GROUPS.measured.on_one_device(self.work, self.gpus)
+
+    @property
+    def num_working(self):
+        """Number of devices that compute; the others have nothing to do in the layout that auto mode has chosen."""
+        return len(self._setup.devices) if self.plan is None else self.plan.chosen.working
+
+    def record(self, step_s):
+        """Store a run's measured seconds per step, if a later run is compared with it: on one device, or in a layout
+        that auto mode has chosen."""
+        if self.work is None or not step_s:
+            return
+        if self.num_working == 1:
+            GROUPS.measured.record(self.work, self.gpus[:1], ONE_DEVICE, step_s)
+        elif self.plan is not None:
+            GROUPS.measured.record(self.work, self.gpus, layout_description(self.plan.chosen), step_s)
 
     def compare(self, how, elapsed_s):
         """Compare a run's time with its estimate, for the user: both a step, without the first one's preparation. ""
@@ -141,17 +166,19 @@ class Estimates:
             return ""
         chosen, timed, family = self.plan.chosen, self.timed, self._setup.family.name
         estimated_s, measured_s = chosen.seconds, timed.seconds or elapsed_s
-        if timed.seconds:
-            self._measured[timed.job, chosen.degrees] = timed.seconds
         if abs(measured_s / estimated_s - 1) > MAX_DEVIATION:
             log.debug("estimated %.1f s for %s (%s), measured %.1f s (%s)", estimated_s, how, ", ".join(
                 f"{cause} {seconds:.1f} s" for cause, seconds in chosen.causes.items()), measured_s, timed.split())
         if timed.seconds and chosen.is_independent and len(set(self._gpus)) == 1:
             known = GROUPS.calibrations().get((family, self._gpus[0]), Calibration())
             GROUPS.record_run(family, self._gpus[0], known.factor * measured_s / estimated_s)
-        measured = describe_measurements(*self._measured_s(self.plan)) if timed.seconds and chosen.working > 1 else ""
         shown = timed.seconds and estimated_s >= SHOWN_S
-        return measured + (f" (estimate: {estimated_s / timed.job.steps:.2f} s a step)" if shown else "")
+        return f" (estimate: {estimated_s / timed.job.steps:.2f} s a step)" if shown else ""
+
+    def describe_speedup(self, step_s):
+        """Describe a run's measured speedup over one device, for the user; "" if that has not been measured."""
+        one = None if self.num_working == 1 or not step_s else self.on_one_device
+        return "" if one is None else describe_speedup(step_s, one, self._setup.devices[0].startswith("cuda"))
 
 
 def describe_spare(data_degree, num_images):

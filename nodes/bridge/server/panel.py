@@ -179,15 +179,18 @@ def _run(run):
     if run is None:
         return None
     run.update_from_remote()
+    one = run.on_one_device if run.num_working > 1 else None
     plan = run.plan and {
-        "chosen": _estimate(run.plan.chosen, run.num_steps), "one_fits": run.plan.one.fits, "one_s": run.one_device_s,
+        "chosen": _estimate(run.plan.chosen, run.num_steps), "one_fits": run.plan.one.fits,
         "second": next((_estimate(other, run.num_steps) for other in run.plan.ordered
                         if other.degrees != run.plan.chosen.degrees), None)}
     return {"number": run.number, "prompt": run.prompt, "file": run.file, "devices": list(run.devices),
             "state": run.state, "error": run.error, "how": run.how, "kernels": run.backends,
             "why_no_plan": run.why_no_plan,
             "step": run.step, "steps": run.num_steps, "seconds": round(run.elapsed_s, 2),
-            "a_step": round(run.seconds_per_step, 4), "streamed": run.streamed_bytes, "plan": plan}
+            "a_step": round(run.seconds_per_step, 4), "streamed": run.streamed_bytes, "plan": plan,
+            "working": run.num_working,
+            "on_one": one and {"a_step": round(one.step_s, 4), "date": one.date}}
 
 
 def _estimate(one, num_steps):

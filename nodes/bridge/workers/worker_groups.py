@@ -18,6 +18,7 @@ from ....xdit_backend.config import ParallelConfig, fitting, validate
 from ....xdit_backend.host import machine_profiles
 from ....xdit_backend.host.client import Client
 from ....xdit_backend.host.local_supervisor import local_supervisor
+from ....xdit_backend.host.measured_runs import MeasuredRuns
 from ....xdit_backend.host.preflight import num_cuda_devices
 from ....xdit_backend.host.torchrun import environment_of
 from ....xdit_backend.memory.system_memory import available_memory
@@ -122,7 +123,7 @@ class Groups:
         self._listener = None                                  # for other machines; None until it is needed
         self._supervisor = local_supervisor()
         self._is_watched = False                               # whether the idle-timeout thread runs
-        self.runs = Runs()
+        self.runs, self.measured = Runs(), MeasuredRuns(_measured_folder)
 
     def client(self, devices):
         """Return the Client for these devices. Its workers start on first use."""
