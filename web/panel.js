@@ -44,6 +44,7 @@ class Panel {
     this.devices = element("section", { "aria-label": text("memory") });
     this.workers = element("section", { "aria-label": text("workers_title") });
     this.run = element("section", { "aria-label": text("run") });
+    this.report = element("section", { "aria-label": text("report_title"), class: "xdit-report" });
     this.status = element("p", { role: "status", class: "xdit-status" });
     this.timeline = new Timeline(text);
     this.time = element("section", { "aria-label": text("time") }, element("h3", {}, text("time")), this.timeline.root);
@@ -54,8 +55,9 @@ class Panel {
       this.time,
       element("section", { "aria-label": text("actions"), class: "xdit-actions" },
         button("give_back", () => this.act("give_back")), button("stop", () => this.act("stop")),
-        button("measure", () => this.act("measure")), button("trace", () => this.saveTrace())),
-      this.status));
+        button("measure", () => this.act("measure")), button("trace", () => this.saveTrace()),
+        button("report", () => this.runReport("start"))),
+      this.status, this.report));
     this.listener = ({ detail }) => this.show(detail);
     api.addEventListener(EVENT, this.listener);
     this.forgetOutcome = onOutcome(() => this.state && this.show(this.state));
@@ -82,6 +84,7 @@ class Panel {
     this.workers.replaceChildren(element("h3", {}, text("workers_title")), ...(state.groups.length ? state.groups.map(groupView)
       : [element("p", {}, text("no_workers"))]), ...phaseView(state.phase),
       element("p", { "data-residency": state.residency.how }, text(`residency_${state.residency.how}`, state.residency)));
+    showReport(this.report, state.report, () => this.runReport("cancel"));
     const outcome = newerOutcome(state.run);
     this.run.replaceChildren(element("h3", {}, text("run")), ...(outcome ? outcomeView(outcome) : runView(state.run)));
     const isOver = () => state.run && state.run.state !== "running" && !newerOutcome(state.run);
@@ -95,6 +98,13 @@ class Panel {
     this.status.textContent = text("doing");
     const answer = await post("/xdit/do", { action });
     this.status.textContent = answer.ok ? text(`${action}_done`) : text("refused", { text: translated(language(), (await answer.json()).error) });
+  }
+
+  /** Start or cancel the report of this machine's devices. */
+  async runReport(action) {
+    this.status.textContent = action === "start" ? text("doing") : "";
+    const answer = await post("/xdit/report", { action });
+    this.status.textContent = answer.ok ? "" : text("refused", { text: translated(language(), (await answer.json()).error) });
   }
 
   /** Queue a prompt of ComfyUI's history on one device. */
@@ -209,6 +219,29 @@ function planFacts({ plan, how, why_no_plan: why }) {
 function aStep({ a_step: measured, plan }) {
   const estimate = plan?.chosen.a_step;
   return `${measured.toFixed(2)} s` + (estimate ? ` (${text("estimated", { seconds: estimate.toFixed(2) })})` : "");
+}
+
+const REPORT_S = 360;                      // the longest that a report takes
+
+/** Show the state of the report. Its elements are replaced only if it changes, so that the cancel button keeps the focus. */
+function showReport(section, report, cancel) {
+  const isRunning = report.state === "running";
+  const left = text("report_left", { time: `${Math.floor(report.left_s / 60)}:${String(report.left_s % 60).padStart(2, "0")}` });
+  if (section.dataset.state !== report.state) {
+    section.dataset.state = report.state;
+    const links = report.files.map((name) => element("a", { href: api.apiURL(`/xdit/report/${name}`), target: "_blank",
+      ...(name.endsWith(".json") ? { download: name } : {}) }, text(`report_${name.split(".").at(-1)}`)));
+    const chart = report.files.filter((name) => name.endsWith(".png")).map((name) => element("img", { src: api.apiURL(`/xdit/report/${name}`), alt: text("report_chart") }));
+    section.replaceChildren(...(report.state === "none" ? [] : [element("h3", {}, text("report_title")), ...(isRunning
+      ? [element("progress", { max: REPORT_S, "aria-label": text("report_title") }), element("p", { "data-report": "text" }),
+        element("button", { type: "button", "data-action": "cancel_report", onclick: cancel }, text("report_cancel"))]
+      : [element("p", { "data-report": report.state }, text(`report_${report.state}`, { text: report.error })),
+        ...report.verdict.map((sentence) => element("p", { "data-report": "verdict" }, translated(language(), sentence))), ...chart,
+        ...(links.length ? [element("p", { class: "xdit-actions" }, ...links), element("p", {}, text("report_send"))] : [])])]));
+  }
+  if (!isRunning) return;
+  section.querySelector("progress").value = report.text ? REPORT_S - report.left_s : 0;
+  section.querySelector("[data-report=text]").textContent = report.text ? `${translated(language(), report.text)}, ${left}` : text("report_begins");
 }
 
 const layout = ({ methods }) => methods.join(" x ") || text("one_device");

@@ -20,8 +20,8 @@ def state():
     """Return the state of the panel without the timeline.
 
     devices: [{"name", "title", "total", "owners": {one of OWNERS: bytes}}]; the owners of each sum to the total.
-    groups, run, phase: below. residency: {"how": one of settings.IDLE_WAYS, "minutes"}, the policy for the memory of
-    idle workers.
+    groups, run, phase: below. report: see ReportProcess.describe. residency: {"how": one of settings.IDLE_WAYS,
+    "minutes"}, the policy for the memory of idle workers.
     """
     # during a run, heartbeats report memory, so that no message delays a step
     if not GROUPS.runs.is_running:
@@ -29,7 +29,8 @@ def state():
             if client.workers.state == "idle":
                 GROUPS.runs.collect(client, client.report_if_idle)
     return {"devices": _devices(), "groups": [_group(client) for client in GROUPS.clients],
-            "run": _run(GROUPS.runs.last), "phase": GROUPS.runs.phase, "residency": vars(_residency())}
+            "run": _run(GROUPS.runs.last), "phase": GROUPS.runs.phase, "residency": vars(_residency()),
+            "report": GROUPS.report.describe()}
 
 
 def timeline():
@@ -66,8 +67,17 @@ def trace():
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
+def start_report():
+    """Start the report of this machine's devices in a process of its own. The workers end, so that it has the devices'
+    memory."""
+    GROUPS.stop()
+    GROUPS.report.start()
+
+
 def measure_again():
     """Measure the most recently used devices again, see Groups.measure_again."""
+    if GROUPS.report.is_running:
+        raise ConfigError("Wait for the report, or cancel it: it is still running.")
     run = GROUPS.runs.last
     GROUPS.measure_again((run and run.dtype) or "bfloat16")
 

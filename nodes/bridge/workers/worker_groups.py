@@ -20,6 +20,7 @@ from ....xdit_backend.host.client import Client
 from ....xdit_backend.host.local_supervisor import local_supervisor
 from ....xdit_backend.host.measured_runs import MeasuredRuns
 from ....xdit_backend.host.preflight import num_cuda_devices
+from ....xdit_backend.host.report_process import ReportProcess
 from ....xdit_backend.host.torchrun import environment_of
 from ....xdit_backend.memory.system_memory import available_memory
 from ....xdit_backend.multi_node.listener import Listener, own_addresses, read_address
@@ -124,10 +125,14 @@ class Groups:
         self._supervisor = local_supervisor()
         self._is_watched = False                               # whether the idle-timeout thread runs
         self.runs, self.measured = Runs(), MeasuredRuns(_measured_folder)
+        self.report = ReportProcess(lambda: os.path.join(_measured_folder(), "reports"))
 
     def client(self, devices):
-        """Return the Client for these devices. Its workers start on first use."""
+        """Return the Client for these devices. Its workers start on first use. A report that uses the devices ends."""
         devices = tuple(devices)
+        if self.report.is_running:
+            show_text("ending the check of the devices, which uses their memory")
+            self.report.end("prompt")
         client = self._clients.pop(devices, None)
         if client is None:
             self._end_others(devices)

@@ -57,8 +57,9 @@ def test_a_stored_file_is_read(runs, tmp_path):
 
 
 @pytest.mark.parametrize("stored", [
-    "", "[]", "{", json.dumps({"version": 2, "runs": [RUN]}), json.dumps({"version": 1, "runs": [RUN] * (MAX_RUNS + 1)}),
-    " " * (MAX_BYTES + 1), *(json.dumps({"version": 1, "runs": [RUN | change]}) for change in (
+    "", "[]", "{", json.dumps({"version": 2, "runs": [RUN]}),
+    json.dumps({"version": 1, "runs": [RUN] * (MAX_RUNS + 1)}), " " * (MAX_BYTES + 1),
+    *(json.dumps({"version": 1, "runs": [RUN | change]}) for change in (
         {"step_s": 0.0}, {"step_s": -1.0}, {"step_s": "1"}, {"step_s": 1e999}, {"work": "../x"}, {"gpus": []},
         {"date": "<b>"}, {"more": 1}))], ids=lambda text: text[:80])
 def test_a_damaged_file_is_ignored_and_replaced(runs, tmp_path, caplog, stored):
