@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.integration.page.test_panel import open_panel, page, queue, send, wait_for_an_empty_queue, wait_for_run
 from xdit_backend.tools.report.results import read_report
 
@@ -110,19 +111,26 @@ def test_a_complete_report_shows_its_chart_and_verdict_in_both_languages(page, h
     complete = {"state": "done", "text": "", "left_s": 0, "error": "", "failed": 0, "verdict": [
         "All 37 checks passed: every method gives one device's result on this machine.",
         "The fastest method is CFG 2 for Wan 2.1 14B, 1.90 times as fast as one device.",
-        "3 of 9 estimates are within 10% (median error 12%), and auto mode would choose the fastest of the timed layouts "
-        "for 2 of 3 models."], "files": ["xdit-report-a-2026-11-29.json", "xdit-report-a-2026-11-29.md",
+        "3 of 9 estimates are within 10% (median error 12%), and auto mode would choose the fastest of the timed "
+        "layouts for 2 of 3 models."], "files": ["xdit-report-a-2026-11-29.json", "xdit-report-a-2026-11-29.md",
                                          "xdit-report-a-2026-11-29.png"]}
     script = """async ([state, language]) => {
         const { api } = await import("/scripts/api.js");
         await app.extensionManager.setting.set("Comfy.Locale", language);
-        api.dispatchCustomEvent("xdit.state", { ...state, report: { ...state.report, state: "none", verdict: [], files: [] } });
+        const before = { ...state.report, state: "none", verdict: [], files: [] };
+        api.dispatchCustomEvent("xdit.state", { ...state, report: before });
         api.dispatchCustomEvent("xdit.state", state);
-        return document.querySelector(".xdit-report").innerText;
+        const section = document.querySelector(".xdit-report");
+        return [section.innerText, section.querySelectorAll("img").length];
     }"""
-    texts = {language: page.evaluate(script, [state | {"report": complete}, language]) for language in ("zh", "en")}
+    page.route("**/xdit/report/*.png", lambda route: route.fulfill(path=ROOT / "web" / "panel.png"))
+    texts, images = {}, set()
+    for language in ("zh", "en"):
+        texts[language], count = page.evaluate(script, [state | {"report": complete}, language])
+        images.add(count)
+        snap(page, f"report-complete-{language}")
 
-    assert "1.90 times as fast" in texts["en"] and page.locator(".xdit-report img").count() == 1
+    assert "1.90 times as fast" in texts["en"] and images == {1}
     lines = [line for line in texts["zh"].splitlines() if re.search("[a-z]{4,}", line)
              and not re.search(r"[\u4e00-\u9fff]", line)]
     assert not lines, lines
