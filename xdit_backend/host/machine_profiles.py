@@ -25,6 +25,7 @@ from ..protocol.errors import ConfigError
 
 # packages whose attention and matrix products the probe times
 PACKAGES = "comfy-kitchen", "flash-attn", "flash-attn-3", "sageattention", "xformers", "triton"
+PROBE = 2                      # changes when worker/device_probe.py measures more
 RUNS = "runs.json"             # one factor for each family and GPU
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ def topology(devices, dtype, gpu):
     cuda = [torch.device(device) for device in devices if device.startswith("cuda")]
     reach = [[one == other or torch.cuda.can_device_access_peer(one, other) for other in cuda] for one in cuda]
     return {"devices": list(devices), "cards": [gpu(device)[0] for device in devices], "direct": reach,
-            "dtype": dtype, **software(devices)}
+            "dtype": dtype, "probe": PROBE, **software(devices)}
 
 
 def software(devices):

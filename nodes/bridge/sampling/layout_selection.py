@@ -10,10 +10,12 @@ import torch
 
 from ....xdit_backend.host.measured_runs import ONE_DEVICE
 from ....xdit_backend.memory.system_memory import pages_of
+from ....xdit_backend.planner.attention_choice import fastest_operators, with_fastest
 from ....xdit_backend.planner.calibration import KNOWN, NEW, Calibration, calibrated
 from ....xdit_backend.planner.descriptions import SHOWN_S, describe_plan, describe_speedup, layout_description
 from ....xdit_backend.planner.planner import is_long, plan_run
-from ....xdit_backend.protocol.specs import WeightCopies
+from ....xdit_backend.protocol.devices import own_name
+from ....xdit_backend.protocol.specs import FASTEST, OPERATORS, WeightCopies
 from ..compatibility.attention_override import backend_of
 from ..workers.worker_groups import GROUPS
 
@@ -34,6 +36,7 @@ class Estimates:
         self._plans, self._gpus = {}, ()
         self._pages = None                                     # system_memory.pages_of the file
         self.work = None                                       # run_digest of the run, while a sampler runs
+        self._fastest = None                                   # BackendChoice.fastest of the run
 
     def begin(self, job, is_planned):
         """Return the Plan of the run that this call belongs to. A call with another plan begins another run."""
@@ -41,10 +44,12 @@ class Estimates:
         self.streaming_plan = self._plan_streaming(job) if is_planned else None
         if self.timed is None or plan is not self.plan:
             self.plan, self.timed = plan, StepTimes(job)
+        if self._fastest is None:
+            self._fastest = self._fastest_attention(job)
         return plan
 
     def end(self):
-        self.plan = self.timed = self.streaming_plan = self.work = None
+        self.plan = self.timed = self.streaming_plan = self.work = self._fastest = None
         self._plans.clear()
 
     def look(self, job, may_measure):
@@ -64,9 +69,15 @@ class Estimates:
             self._gpus = () if machine is None else tuple(device.name for device in machine.devices)
         return self._plans[key]
 
-    def with_copies(self, calls):
-        """Set on these calls how offloaded weights are copied to the devices, by the measurements and this run's
-        Plan."""
+    def with_measurements(self, calls):
+        """Set on these calls what the devices' measurements decide: the attention operators that auto takes, and how
+        offloaded weights are copied to the devices."""
+        if self._fastest is None:
+            self._fastest = self._fastest_attention(None)
+        return self._with_copies([_with_fastest(call, self._fastest) for call in calls] if self._fastest else calls)
+
+    def _with_copies(self, calls):
+        """Set how offloaded weights are copied, by the measurements and this run's Plan."""
         setup, plan = self._setup, self.plan or self.streaming_plan
         machine = GROUPS.machine(setup.devices, setup.spec.compute_dtype, False) if setup.spec.weights_memory else None
         if machine is None:
@@ -74,6 +85,17 @@ class Estimates:
         copies = WeightCopies(all(device.host_pageable for device in machine.devices),
                               plan is not None and plan.chosen.shards_weights)
         return [dataclasses.replace(call, options=dataclasses.replace(call.options, copies=copies)) for call in calls]
+
+    def _fastest_attention(self, job):
+        """BackendChoice.fastest by the devices' measurements; {} on CPUs, where torch has one operator. A single GPU is
+        measured before its first long run, as several are."""
+        setup = self._setup
+        if setup.config.attention != FASTEST or not all(own_name(name).startswith("cuda") for name in setup.devices):
+            return {}
+        may_measure = (len(setup.devices) == 1 and job is not None and setup.dims is not None
+                       and is_long(setup.dims, job, "cuda"))
+        machine = GROUPS.machine(setup.devices, setup.spec.compute_dtype, may_measure)
+        return {} if machine is None else fastest_operators(machine.devices)
 
     def num_patches(self, job):
         """Estimated fastest number of patches of a PipeFusion run with offloaded weights; 0 without offloaded weights
@@ -102,8 +124,11 @@ class Estimates:
         if machine is None:
             return None
         self._pages = self._pages or pages_of(setup.checkpoint.files)
-        backend = backend_of(setup.config).name
-        machine = dataclasses.replace(machine, devices=tuple(device.by_backend(backend) for device in machine.devices))
+        backend, fastest = backend_of(setup.config).name, {}
+        if setup.config.attention == FASTEST and backend in OPERATORS:
+            fastest = fastest_operators(machine.devices)
+        machine = dataclasses.replace(machine, devices=tuple(
+            with_fastest(device, fastest) if fastest else device.by_backend(backend) for device in machine.devices))
         return calibrated(machine, GROUPS.calibrations(), setup.family.name).exchanging(
             setup.config.exchange).reading(self._pages)
 
@@ -179,6 +204,16 @@ class Estimates:
         """Describe a run's measured speedup over one device, for the user; "" if that has not been measured."""
         one = None if self.num_working == 1 or not step_s else self.on_one_device
         return "" if one is None else describe_speedup(step_s, one, self._setup.devices[0].startswith("cuda"))
+
+
+def _with_fastest(call, fastest):
+    """A Call whose attention runs on these operators, unless a node or the user has selected a backend, or one of
+    ComfyUI's that rounds."""
+    backend = call.options.backend
+    if backend.is_required or backend.name not in OPERATORS:
+        return call
+    return dataclasses.replace(call, options=dataclasses.replace(
+        call.options, backend=dataclasses.replace(backend, fastest=fastest)))
 
 
 def describe_spare(data_degree, num_images):

@@ -287,13 +287,13 @@ class RemoteModel:
 
     def _predict(self, model_call, calls):
         if self.spec.stages is not None:
-            return self._predict_in_stages(model_call, self.estimates.with_copies(calls))
+            return self._predict_in_stages(model_call, self.estimates.with_measurements(calls))
         latent, conditioning, is_one_batch = calls[0].latent, calls[0].given, "data" in self.family.refused
         num_steps = 1 if model_call.schedule is None else len(model_call.schedule) - 1
         together = any(call.guided for call in calls)
         plan = self.estimates.begin(self.setup.job(latent.shape, conditioning, num_steps, len(calls)),
                                     is_planned=not together)
-        calls = self.estimates.with_copies(calls)
+        calls = self.estimates.with_measurements(calls)
         layout = self.setup.layout(len(calls)) if plan is None else plan.layout
         if together or is_one_batch:
             layout = branches_together(layout)

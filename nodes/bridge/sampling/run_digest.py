@@ -7,6 +7,7 @@ import types
 import torch
 
 from ....xdit_backend.host.machine_profiles import software
+from ....xdit_backend.protocol.specs import FASTEST
 from ..compatibility.model_options import call_backend
 from ..compatibility.pipefusion_support import COMPILE
 
@@ -27,7 +28,7 @@ def run_digest(remote, guider, sampler, sigmas, extra_args, noise, denoise_mask)
     work = [
         [spec.state or spec.name.rpartition("-")[2][:STATE_DIGITS], spec.storage_dtype, spec.compute_dtype,
          spec.quantisation, spec.fast, config.weights_memory],
-        [call_backend(config, options).name, options.get(COMPILE, config.compile)],
+        [config.attention == FASTEST, call_backend(config, options).name, options.get(COMPILE, config.compile)],
         [type(sampler).__name__, getattr(getattr(sampler, "sampler_function", None), "__name__", ""),
          described(getattr(sampler, "extra_options", {}))],
         [type(guider).__name__, sorted((name, value == 1) for name, value in vars(guider).items()
