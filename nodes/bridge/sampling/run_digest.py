@@ -9,26 +9,26 @@ import torch
 from ....xdit_backend.host.machine_profiles import software
 from ....xdit_backend.protocol.specs import FASTEST
 from ..compatibility.model_options import call_backend
-from ..compatibility.pipefusion_support import COMPILE
 
 STATE_DIGITS = 8                           # of a ModelSpec's name: the state of its files
 DEPTH = 6                                  # of objects in each other; deeper ones are described by their type
 IDENTITIES = "uuid", "uuids", "multigpu_clones", "sample_sigmas"       # differ between equal runs
 
 
-def run_digest(remote, guider, sampler, sigmas, extra_args, noise, denoise_mask):
+def run_digest(remote, guider, sampler, sigmas, extra_args, noise, denoise_mask, compiled=""):
     """16 digits that are equal for runs that compute the same amount by the same code.
 
     In the digest: the file, dtypes, size, steps, sampler, shapes of the conditioning, what nodes have put on the MODEL,
-    attention backend, compile setting and software versions. Not in it: seed, prompts' content, guidance scales, and
-    the parallel layout. remote: RemoteModel. sampler, guider and the other arguments: of ComfyUI's Sampler.sample.
+    attention backend, software versions and `compiled`, how blocks are compiled. Not in it: seed, prompts' content,
+    guidance scales, and the parallel layout. remote: RemoteModel. sampler, guider and the other arguments: of ComfyUI's
+    Sampler.sample.
     """
     spec, config, model_options = remote.spec, remote.config, extra_args["model_options"]
     options = model_options["transformer_options"]
     work = [
         [spec.state or spec.name.rpartition("-")[2][:STATE_DIGITS], spec.storage_dtype, spec.compute_dtype,
          spec.quantisation, spec.fast, config.weights_memory],
-        [config.attention == FASTEST, call_backend(config, options).name, options.get(COMPILE, config.compile)],
+        [config.attention == FASTEST, call_backend(config, options).name, compiled],
         [type(sampler).__name__, getattr(getattr(sampler, "sampler_function", None), "__name__", ""),
          described(getattr(sampler, "extra_options", {}))],
         [type(guider).__name__, sorted((name, value == 1) for name, value in vars(guider).items()

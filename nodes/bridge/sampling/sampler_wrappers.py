@@ -22,6 +22,7 @@ from ..compatibility.pipefusion_support import (
 )
 from ..workers.progress import describe_backends
 from ..workers.worker_groups import GROUPS, show_text
+from .compile_choice import BACKEND
 from .controlnet import lend_layers
 from .run_digest import run_digest
 
@@ -71,7 +72,8 @@ def sample(executor, guider, sigmas, extra_args, callback, noise, latent_image=N
         return executor(guider, sigmas, extra_args, callback, noise, latent_image, denoise_mask, *arguments, **more)
     lend_layers(guider)
     started_s, num_steps, before = time.perf_counter(), len(sigmas) - 1, _backend_counts(remote)
-    remote.estimates.work = run_digest(remote, guider, executor.class_obj, sigmas, extra_args, noise, denoise_mask)
+    digest = functools.partial(run_digest, remote, guider, executor.class_obj, sigmas, extra_args, noise, denoise_mask)
+    remote.estimates.work = digest(_compiled(remote, extra_args["model_options"], digest, num_steps))
     try:
         with (GROUPS.runs.sampling(remote, num_steps) as run,
               _sampler_context(remote, executor.class_obj, guider, extra_args["model_options"]) if remote.uses_cache
@@ -90,8 +92,17 @@ def sample(executor, guider, sigmas, extra_args, callback, noise, latent_image=N
         a_step_s = run.seconds_per_step or elapsed_s / num_steps                # as in the panel
         faster = remote.estimates.describe_speedup(run.seconds_per_step)
         remote.estimates.record(run.seconds_per_step)
+        remote.compiling.record(run)
         show_text(f"{steps} in {elapsed_s:.1f} s, {a_step_s:.2f} s a step, {remote.how}{by}{faster}{compared}")
     return result
+
+
+def _compiled(remote, model_options, digest, num_steps):
+    """How the blocks of a run are compiled: torch.compile's backend, or "". Decides it for compile auto."""
+    requested = (model_options.get("torch_compile_kwargs") or {}).get("backend")
+    requested = requested if requested in BACKENDS else ""
+    is_chosen = remote.compiling.begin(remote, digest("auto"), num_steps, bool(requested))
+    return requested or remote.config.forward_options.compile_backend or (BACKEND if is_chosen else "")
 
 
 def _backend_counts(remote):

@@ -17,6 +17,7 @@ from comfy_execution.utils import get_executing_context
 from ....xdit_backend.config import ParallelConfig, fitting, validate
 from ....xdit_backend.host import machine_profiles
 from ....xdit_backend.host.client import Client
+from ....xdit_backend.host.compile_times import CompileTimes
 from ....xdit_backend.host.local_supervisor import local_supervisor
 from ....xdit_backend.host.measured_runs import MeasuredRuns
 from ....xdit_backend.host.preflight import num_cuda_devices
@@ -125,6 +126,7 @@ class Groups:
         self._supervisor = local_supervisor()
         self._is_watched = False                               # whether the idle-timeout thread runs
         self.runs, self.measured = Runs(), MeasuredRuns(_measured_folder)
+        self.compile_times = CompileTimes(_measured_folder)
         self.report = ReportProcess(lambda: os.path.join(_measured_folder(), "reports"))
 
     def client(self, devices):
