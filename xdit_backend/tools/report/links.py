@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ... import system
-from ...host.torchrun import ROOT
+from ...host.supervisor import ROOT
+from ...protocol.devices import can_use_nccl
 from ...protocol.errors import XDiTError
 from .results import LinkTime, statistics_of
 
@@ -29,9 +30,8 @@ class LinkError(XDiTError):
 
 
 def backends_of(devices):
-    """Backends of torch.distributed for these devices: NCCL only where each GPU has one rank."""
-    cuda = all(device.startswith("cuda") for device in devices) and len(set(devices)) == len(devices)
-    return [*(["nccl"] if cuda and dist.is_nccl_available() else []), "gloo"]
+    """Backends of torch.distributed for these devices."""
+    return [*(["nccl"] if can_use_nccl(devices) and dist.is_nccl_available() else []), "gloo"]
 
 
 def measure_links(devices, backend):
