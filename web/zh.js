@@ -849,6 +849,10 @@ export const ZH = {
     "{0}；速度为单个设备的 {1} 倍，于 {2} 在本机测得",
   "{}; {}x one device, measured here on {} (estimate: {} s a step)":
     "{0}；速度为单个设备的 {1} 倍，于 {2} 在本机测得（估计：每步 {3} 秒）",
+  "{}, compiled blocks (estimated to save {} in {} steps; compiling takes {})":
+    "{0}，编译的块（估计在 {2} 步中节省 {1}；编译需要 {3}）",
+  "{}, compiled blocks (estimated to save {} in {} steps)":
+    "{0}，编译的块（估计在 {2} 步中节省 {1}）",
   "{} (estimate: {} s a step)":
     "{0}（估计：每步 {1} 秒）",
   "ending the check of the devices, which uses their memory":

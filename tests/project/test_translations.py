@@ -24,7 +24,7 @@ ELSEWHERE = re.compile(r"xdit_backend/(tools/bench|tools/report|protocol|memory|
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 NEW = 8                                    # messages that may be newer than their translation
 NAMES = ("ulysses_degree ring_degree mode auto cpu Ulysses PipeFusion CFG LoRA CLIP VAE GGUF ControlNet "
-         "a.safetensors GB/s diffusers Flux. Wan gloo ring decode models/diffusers config.json patch token latent "
+         "a.safetensors GB/s diffusers Flux. Wan gloo ring decode cuda models/diffusers config.json patch token latent "
          "GPU").split()                    # the same in both
 WORDS = 12                                 # letters of a piece of text, from which on it is looked for in the sources
 
@@ -107,6 +107,8 @@ def test_what_is_said_is_chinese_as_a_whole(node, modules):
              "12 steps in 9.0 s, 0.75 s a step, CFG 2; 1.8x one GPU, measured here on 2026-11-29 (estimate: 0.68 s a "
              "step)",
              "12 steps in 9.0 s, 0.75 s a step, CFG 2; 1.8x one device, measured here on 2026-11-29",
+             "running on cuda:0: one device, compiled blocks (estimated to save 8 s in 60 steps; compiling takes 6 s)",
+             "20 steps in 9.0 s, 0.45 s a step, CFG 2, compiled blocks (estimated to save 8 s in 60 steps)",
              "check 3 of 37: Flux.1 ring2", "Flux.1: ring2, round 1 of 3", "timing the links: gloo",
              "All 37 checks passed: every method gives one device's result on this machine.",
              "2 of 37 checks failed: Flux.1 ring2, VAE decode.",
