@@ -73,6 +73,11 @@ class ParallelConfig:
                               extrapolation=self.forecast_keys_values)
 
     @property
+    def compiles_where_it_pays(self):
+        """Whether each run decides itself if its blocks are compiled."""
+        return self.compile == COMPILE_AUTO
+
+    @property
     def num_stage_blocks(self):
         """stage_blocks as integers; (): balance the stages. Raises ConfigError if it is not a list of block counts."""
         if not self.stage_blocks.strip():

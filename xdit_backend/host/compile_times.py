@@ -5,7 +5,7 @@ import statistics
 import weakref
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import pydantic
 from pydantic import Field
@@ -21,7 +21,7 @@ MAX_RUNS, MAX_BYTES = 256, 2 ** 20
 SAVING_ON_CUDA, SAVING_ON_CPU, COMPILE_S = 0.2, 0.02, 30.0
 
 log = logging.getLogger(__name__)
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
+Seconds: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
 
 
 @dataclass(frozen=True, config=STRICT)

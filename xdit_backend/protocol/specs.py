@@ -2,7 +2,7 @@
 one call of the model."""
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 from pydantic.dataclasses import dataclass
 
@@ -121,7 +121,7 @@ BY_BACKEND = "attention by "               # prefix of the names of a prediction
 FASTEST, AS_COMFYUI = "auto", "as ComfyUI"
 ATTENTIONS = FASTEST, AS_COMFYUI, SDPA, "flash", "flash3", "sage", "xformers", "comfy_kitchen_int8"
 # operators that compute attention exactly, up to rounding: SDPA and keys of attention/backends.py
-Operator = Literal["sdpa", "flash", "flash3", "xformers", "torch_cudnn", "torch_flash", "torch_efficient"]
+Operator: TypeAlias = Literal["sdpa", "flash", "flash3", "xformers", "torch_cudnn", "torch_flash", "torch_efficient"]
 OPERATORS = get_args(Operator)
 # head sizes and numbers of keys for which the probe times operators; more keys count as the last
 OPERATOR_HEADS, OPERATOR_KEYS = (64, 128), (1024, 4096, 16384)

@@ -6,7 +6,6 @@ import statistics
 
 import torch
 
-from ....xdit_backend.config import COMPILE_AUTO
 from ....xdit_backend.host.compile_times import Decision
 from ....xdit_backend.planner.descriptions import describe_seconds
 from ..workers.worker_groups import GROUPS
@@ -31,7 +30,7 @@ class CompileChoice:
         """Decide for a run. work: run_digest without the compile setting. explicit: whether a node selects a backend.
         Returns whether it is compiled. PipeFusion and displaced patches, whose calls have several shapes, are not."""
         self.end()
-        if remote.config.compile != COMPILE_AUTO or explicit or remote.uses_cache:
+        if not remote.config.compiles_where_it_pays or explicit or remote.uses_cache:
             return False
         self._work, self._gpus = work, remote.estimates.gpus
         self._group = GROUPS.client(remote.devices).group

@@ -98,7 +98,7 @@ def sample(executor, guider, sigmas, extra_args, callback, noise, latent_image=N
 
 
 def _compiled(remote, model_options, digest, num_steps):
-    """How the blocks of a run are compiled: torch.compile's backend, or "". Decides it for compile auto."""
+    """torch.compile's backend for the blocks of a run; "": not compiled. Decides it for compile auto."""
     requested = (model_options.get("torch_compile_kwargs") or {}).get("backend")
     requested = requested if requested in BACKENDS else ""
     is_chosen = remote.compiling.begin(remote, digest("auto"), num_steps, bool(requested))
