@@ -65,6 +65,11 @@ def layout_of(degrees):
     return Layout(**{f"{method}_degree": degree for method, degree in degrees.items()})
 
 
+def stages_of(degrees):
+    """The Stages of degrees with PipeFusion: each has the ranks of Ulysses, Ring and tensor parallelism."""
+    return Stages(degrees["pipefusion"], math.prod(degrees.get(method, 1) for method in ("ulysses", "ring", "tensor")))
+
+
 def planned_checks(clients, folder):
     """[Planned] for clients {number of devices: Client}, of which 1 is one."""
     many = max(clients)
@@ -115,7 +120,7 @@ def difference(clients, subject, degrees, many):
     """Largest difference of a method's predictions from one device's, relative to the largest value."""
     layout, is_staged = layout_of(degrees), degrees.get("pipefusion", 1) > 1
     calls = subject.batch(degrees.get("data", 1))
-    stages = Stages(degrees["pipefusion"], degrees.get("ulysses", 1) * degrees.get("ring", 1)) if is_staged else None
+    stages = stages_of(degrees) if is_staged else None
     spec = subject.spec(stages, degrees.get("tensor", 1))
     forward = ForwardPass(keep=degrees.get("displaced", 1) > 1, displaced_mode="full_sync")
     if is_staged:

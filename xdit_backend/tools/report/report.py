@@ -42,6 +42,7 @@ def add_arguments(parser):
     parser.add_argument("--only", metavar="CHECK", default="", help="run only the checks whose names begin so, such as "
                                                                     '"Flux.1 ring2"')
     parser.add_argument("--no-times", action="store_true", help="check only")
+    parser.add_argument("--no-checks", action="store_true", help="time only")
     parser.add_argument("--for-panel", action="store_true", help=argparse.SUPPRESS)      # see for_panel.py
     parser.add_argument("--folder", type=Path, default=Path(), help="folder of the report's files")
 
@@ -116,8 +117,9 @@ def _fill(found, devices, options, folder, progress, ending):
     clients = start_clients({1, len(devices)}, num_cuda_devices() if devices[0].startswith("cuda") else 0)
     for client in clients.values():
         ending.callback(client.close)
-    planned = [check for check in planned_checks(clients, folder) if check.name.startswith(options.only)]
-    if not planned:
+    planned = [check for check in planned_checks(clients, folder) if check.name.startswith(options.only)
+               and not options.no_checks]
+    if not planned and not options.no_checks:
         raise ConfigError(f'Use --only with the beginning of a check\'s name: none begins with "{options.only}".')
     for index, check in enumerate(planned):
         progress.show(f"check {index + 1} of {len(planned)}: {check.name}")
