@@ -136,12 +136,15 @@ def _computing_inputs():
         io.Combo.Input("compile", options=list(COMPILES), default=COMPILES[0], optional=True, advanced=True,
                        tooltip="blocks: compile each block of the model with torch.compile, for fewer and larger "
                        "kernels. The first step, and the first one at each new image size, takes minutes to compile: "
-                       "for many images of one size. Equal up to rounding. TorchCompileModel does the same for a "
-                       "single MODEL."),
+                       "for many images of one size. Equal up to rounding. auto: compile where the estimated saving "
+                       "over the planned steps exceeds the measured time of compiling; the sampler node says so. "
+                       "TorchCompileModel does the same as blocks for a single MODEL."),
         io.Combo.Input("attention", options=list(ATTENTIONS), default=ATTENTIONS[0], optional=True,
                        tooltip="The attention backend. as ComfyUI: the one that ComfyUI was started with "
                        "(--use-sage-attention, --use-flash-attention, --use-ck-attention, or xFormers if it is "
-                       "installed), otherwise, and where that one is unsupported, PyTorch SDPA. sdpa: PyTorch SDPA. "
+                       "installed), otherwise, and where that one is unsupported, PyTorch SDPA. auto: the same, but in "
+                       "place of an exact one the exact operator that was measured to be the fastest on the GPUs. "
+                       "sdpa: PyTorch SDPA. "
                        "flash (FlashAttention 2), flash3 (FlashAttention 3), xformers: equal up to rounding. sage "
                        "(SageAttention), comfy_kitchen_int8 (comfy-kitchen): 8-bit, faster, and the image differs "
                        "slightly; comfy_kitchen_int8 does not run with Ring attention. Each needs its package in "

@@ -3,6 +3,7 @@
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { element } from "./dom.js";
+import { onOneDevice } from "./measure.js";
 import { headOf } from "./messages.js";
 import { lastOutcome, onOutcome } from "./outcome.js";
 import { say } from "./texts.js";
@@ -43,6 +44,7 @@ class Panel {
     this.devices = element("section", { "aria-label": text("memory") });
     this.workers = element("section", { "aria-label": text("workers_title") });
     this.run = element("section", { "aria-label": text("run") });
+    this.report = element("section", { "aria-label": text("report_title"), class: "xdit-report" });
     this.status = element("p", { role: "status", class: "xdit-status" });
     this.timeline = new Timeline(text);
     this.time = element("section", { "aria-label": text("time") }, element("h3", {}, text("time")), this.timeline.root);
@@ -53,8 +55,9 @@ class Panel {
       this.time,
       element("section", { "aria-label": text("actions"), class: "xdit-actions" },
         button("give_back", () => this.act("give_back")), button("stop", () => this.act("stop")),
-        button("measure", () => this.act("measure")), button("trace", () => this.saveTrace())),
-      this.status));
+        button("measure", () => this.act("measure")), button("trace", () => this.saveTrace()),
+        button("report", () => this.runReport("start"))),
+      this.status, this.report));
     this.listener = ({ detail }) => this.show(detail);
     api.addEventListener(EVENT, this.listener);
     this.forgetOutcome = onOutcome(() => this.state && this.show(this.state));
@@ -81,6 +84,7 @@ class Panel {
     this.workers.replaceChildren(element("h3", {}, text("workers_title")), ...(state.groups.length ? state.groups.map(groupView)
       : [element("p", {}, text("no_workers"))]), ...phaseView(state.phase),
       element("p", { "data-residency": state.residency.how }, text(`residency_${state.residency.how}`, state.residency)));
+    showReport(this.report, state.report, () => this.runReport("cancel"));
     const outcome = newerOutcome(state.run);
     this.run.replaceChildren(element("h3", {}, text("run")), ...(outcome ? outcomeView(outcome) : runView(state.run)));
     const isOver = () => state.run && state.run.state !== "running" && !newerOutcome(state.run);
@@ -94,6 +98,25 @@ class Panel {
     this.status.textContent = text("doing");
     const answer = await post("/xdit/do", { action });
     this.status.textContent = answer.ok ? text(`${action}_done`) : text("refused", { text: translated(language(), (await answer.json()).error) });
+  }
+
+  /** Start or cancel the report of this machine's devices. */
+  async runReport(action) {
+    this.status.textContent = action === "start" ? text("doing") : "";
+    const answer = await post("/xdit/report", { action });
+    this.status.textContent = answer.ok ? "" : text("refused", { text: translated(language(), (await answer.json()).error) });
+  }
+
+  /** Queue a prompt of ComfyUI's history on one device. */
+  async measureOne(id, device) {
+    const past = (await (await api.fetchApi(`/history/${id}`)).json())[id];
+    if (!past) return void (this.status.textContent = text("one_gone"));
+    const [, , prompt, extra] = past.prompt;
+    const { required, optional } = LiteGraph.registered_node_types.XDiTParallelConfig.nodeData.input;
+    const defaults = Object.fromEntries(Object.entries({ ...required, ...optional }).map(([name, [, options]]) => [name, options.default]));
+    const answer = await post("/prompt", { client_id: api.clientId, prompt: onOneDevice(prompt, device, defaults),
+      extra_data: { extra_pnginfo: extra?.extra_pnginfo } });
+    this.status.textContent = answer.ok ? text("one_queued", { device }) : text("refused", { text: (await answer.json()).error?.message });
   }
 
   async saveTrace() {
@@ -158,7 +181,7 @@ function runView(run) {
     ["run_steps", run.steps ? text("steps_of", { step: run.step, steps: run.steps }) : ""],
     ["run_a_step", run.a_step ? aStep(run) : ""], ["run_took", run.steps ? seconds(run.seconds) : ""],
     ["run_link", run.streamed && run.a_step ? text("link_use", { size: size(run.streamed), rate: size(run.streamed / run.a_step) }) : ""],
-    ...planFacts(run), ["run_error", run.error && errorView(run.error)],
+    ...planFacts(run), ["run_on_one", oneDevice(run)], ["run_error", run.error && errorView(run.error)],
   ].filter(([, value]) => value);
   const progress = run.state === "running" && run.steps
     ? [element("progress", { max: run.steps, value: run.step, "aria-label": text("run_steps") })] : [];
@@ -171,11 +194,24 @@ function errorView(message) {
   return details ? element("div", {}, summary, element("details", {}, element("summary", {}, text("more_details")), element("pre", {}, details))) : summary;
 }
 
+/** Return the measured time of such a run on one device, or a button that measures it. */
+function oneDevice(run) {
+  if (run.working < 2) return "";
+  if (run.on_one) {
+    const one = text("one_measured", { seconds: run.on_one.a_step.toFixed(2), date: run.on_one.date });
+    return run.state === "done" && run.a_step ? text("one_faster", { one, faster: (run.on_one.a_step / run.a_step).toFixed(1) }) : one;
+  }
+  if (run.plan && !run.plan.one_fits) return text("does_not_fit");
+  if (run.state !== "done" || !run.prompt || !run.a_step) return "";
+  const [device] = run.devices;
+  return element("button", { type: "button", "data-action": "one_device", title: text("one_measure_hint", { device }),
+    onclick: () => open?.measureOne(run.prompt, device) }, text("one_measure"));
+}
+
 function planFacts({ plan, how, why_no_plan: why }) {
   if (!plan) return [["run_why", how && why && text(`why_${why}`)]];
-  const { chosen, one_fits: fits, one_s: measured, second } = plan;
+  const { chosen, second } = plan;
   return [["run_plan", layout(chosen)], ["run_why", chosen.limited_by && text(`limited_${chosen.limited_by.replace("-", "")}`)],
-    ["run_on_one", chosen.methods.length && (fits ? measured && seconds(measured) : text("does_not_fit"))],
     ["run_second", second ? layout(second) : ""]];
 }
 
@@ -183,6 +219,29 @@ function planFacts({ plan, how, why_no_plan: why }) {
 function aStep({ a_step: measured, plan }) {
   const estimate = plan?.chosen.a_step;
   return `${measured.toFixed(2)} s` + (estimate ? ` (${text("estimated", { seconds: estimate.toFixed(2) })})` : "");
+}
+
+const REPORT_S = 360;                      // the longest that a report takes
+
+/** Show the state of the report. Its elements are replaced only if it changes, so that the cancel button keeps the focus. */
+function showReport(section, report, cancel) {
+  const isRunning = report.state === "running";
+  const left = text("report_left", { time: `${Math.floor(report.left_s / 60)}:${String(report.left_s % 60).padStart(2, "0")}` });
+  if (section.dataset.state !== report.state) {
+    section.dataset.state = report.state;
+    const links = report.files.map((name) => element("a", { href: api.apiURL(`/xdit/report/${name}`), target: "_blank",
+      ...(name.endsWith(".json") ? { download: name } : {}) }, text(`report_${name.split(".").at(-1)}`)));
+    const chart = report.files.filter((name) => name.endsWith(".png")).map((name) => element("img", { src: api.apiURL(`/xdit/report/${name}`), alt: text("report_chart") }));
+    section.replaceChildren(...(report.state === "none" ? [] : [element("h3", {}, text("report_title")), ...(isRunning
+      ? [element("progress", { max: REPORT_S, "aria-label": text("report_title") }), element("p", { "data-report": "text" }),
+        element("button", { type: "button", "data-action": "cancel_report", onclick: cancel }, text("report_cancel"))]
+      : [element("p", { "data-report": report.state }, text(`report_${report.state}`, { text: report.error })),
+        ...report.verdict.map((sentence) => element("p", { "data-report": "verdict" }, translated(language(), sentence))), ...chart,
+        ...(links.length ? [element("p", { class: "xdit-actions" }, ...links), element("p", {}, text("report_send"))] : [])])]));
+  }
+  if (!isRunning) return;
+  section.querySelector("progress").value = report.text ? REPORT_S - report.left_s : 0;
+  section.querySelector("[data-report=text]").textContent = report.text ? `${translated(language(), report.text)}, ${left}` : text("report_begins");
 }
 
 const layout = ({ methods }) => methods.join(" x ") || text("one_device");

@@ -841,10 +841,56 @@ export const ZH = {
   "no comfy_kitchen_int8": "没有 comfy_kitchen_int8",
   "{}, attention by {}":
     "{0}，注意力由 {1} 计算",
-  "{} ({}x as fast as one device) (estimate: {} s a step)":
-    "{0}，速度为单个设备的 {1} 倍（估计：每步 {2} 秒）",
+  "{}; {}x one GPU, measured here on {}":
+    "{0}；速度为单个 GPU 的 {1} 倍，于 {2} 在本机测得",
+  "{}; {}x one GPU, measured here on {} (estimate: {} s a step)":
+    "{0}；速度为单个 GPU 的 {1} 倍，于 {2} 在本机测得（估计：每步 {3} 秒）",
+  "{}; {}x one device, measured here on {}":
+    "{0}；速度为单个设备的 {1} 倍，于 {2} 在本机测得",
+  "{}; {}x one device, measured here on {} (estimate: {} s a step)":
+    "{0}；速度为单个设备的 {1} 倍，于 {2} 在本机测得（估计：每步 {3} 秒）",
+  "{}, compiled blocks (estimated to save {} in {} steps; compiling takes {})":
+    "{0}，编译的块（估计在 {2} 步中节省 {1}；编译需要 {3}）",
+  "{}, compiled blocks (estimated to save {} in {} steps)":
+    "{0}，编译的块（估计在 {2} 步中节省 {1}）",
   "{} (estimate: {} s a step)":
     "{0}（估计：每步 {1} 秒）",
+  "ending the check of the devices, which uses their memory":
+    "正在结束对设备的检查，它占用设备的内存",
+  "Wait for the report, or cancel it: it is still running.":
+    "请等待报告完成，或取消它：它仍在运行。",
+  "reading the machine":
+    "正在读取本机信息",
+  "starting the workers":
+    "正在启动工作进程",
+  "check {} of {}: {}":
+    "检查 {0} / {1}：{2}",
+  "timing the links: {}":
+    "正在测量连接：{0}",
+  "{}: loading for {}":
+    "{0}：正在为 {1} 加载",
+  "{}: {}, round {} of {}":
+    "{0}：{1}，第 {2} 轮，共 {3} 轮",
+  "Nothing was checked.":
+    "未做检查。",
+  "All {} checks passed: every method gives one device's result on this machine.":
+    "全部 {0} 项检查通过：在本机上，每种方法都得到与单个设备相同的结果。",
+  "{} of {} checks failed: {}.":
+    "{1} 项检查中有 {0} 项失败：{2}。",
+  "No method was timed on several devices.":
+    "没有在多个设备上对任何方法计时。",
+  "No method is faster than one device here.":
+    "在本机上没有方法比单个设备快。",
+  "The fastest method is {}.":
+    "最快的方法：{0}。",
+  "{} for {}, {} times as fast as one device; {}":
+    "{1} 用 {0}，速度为单个设备的 {2} 倍；{3}",
+  "{} for {}, {} times as fast as one device":
+    "{1} 用 {0}，速度为单个设备的 {2} 倍",
+  "Nothing was estimated.":
+    "没有估计。",
+  "{} of {} estimates are within {} (median error {}), and auto mode would choose the fastest of the timed layouts for {} of {} models.":
+    "{1} 个估计中有 {0} 个误差在 {2} 以内（误差中位数 {3}）；对 {5} 个模型中的 {4} 个，auto 模式会选择所测布局中最快的。",
   "cancelled after {} of {} steps":
     "在 {1} 步中的第 {0} 步后取消",
   "failed after {} of {} steps":

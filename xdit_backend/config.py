@@ -13,7 +13,8 @@ WARMUPS = ("auto", "whole", "micro_batches", "sequence")
 DEGREES = tuple(field.name for field in dataclasses.fields(Layout))
 APPROXIMATE = ("allowed", "not allowed", "for speed")
 DISPLACED_MODES = (AUTO, *MODES)
-COMPILES = "off", "blocks"
+COMPILE_AUTO = "auto"                      # blocks, if that is estimated to save more time than compiling takes
+COMPILES = "off", "blocks", COMPILE_AUTO
 ALL_ON_DEVICE = "all on the device"
 WEIGHTS_MEMORY = {"auto": None, ALL_ON_DEVICE: 0}      # keywords of weights_memory, and their value in bytes
 FORMER_DEFAULTS = {"displaced_mode": "corrected_async_gn"}     # stored in older workflows without the user's choice
@@ -70,6 +71,11 @@ class ParallelConfig:
         """The ForwardOptions of these settings."""
         return ForwardOptions(compile_backend="inductor" if self.compile == "blocks" else "", exchange=self.exchange,
                               extrapolation=self.forecast_keys_values)
+
+    @property
+    def compiles_where_it_pays(self):
+        """Whether each run decides itself if its blocks are compiled."""
+        return self.compile == COMPILE_AUTO
 
     @property
     def num_stage_blocks(self):

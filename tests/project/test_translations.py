@@ -23,8 +23,9 @@ ELSEWHERE = re.compile(r"xdit_backend/(tools/bench|tools/report|protocol|memory|
                        r"multi_node/(connections|node_session|remote_workers|join|show_key|segment_transfer))")
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 NEW = 8                                    # messages that may be newer than their translation
-NAMES = ("ulysses_degree ring_degree mode auto cpu Ulysses PipeFusion CFG LoRA CLIP VAE GGUF ControlNet a.safetensors "
-         "GB/s diffusers models/diffusers config.json patch token latent GPU").split()   # the same in both
+NAMES = ("ulysses_degree ring_degree mode auto cpu Ulysses PipeFusion CFG LoRA CLIP VAE GGUF ControlNet "
+         "a.safetensors GB/s diffusers Flux. Wan gloo ring decode cuda models/diffusers config.json patch token latent "
+         "GPU").split()                    # the same in both
 WORDS = 12                                 # letters of a piece of text, from which on it is looked for in the sources
 
 
@@ -103,7 +104,18 @@ def test_what_is_said_is_chinese_as_a_whole(node, modules):
     others = [f"a.safetensors is {what}." for _, what in OTHERS if ": " in what]
     texts = [str(refused.value), *(f"running on cpu, cpu: Ulysses 2. {plan}" for plan in plans), *others,
              "step 3 of 12, 0.50 s a step, 5 s left, CFG 2", "12 steps in 1.0 s, 0.09 s a step, one device",
-             "12 steps in 9.0 s, 0.75 s a step, CFG 2 (1.8x as fast as one device) (estimate: 0.68 s a step)",
+             "12 steps in 9.0 s, 0.75 s a step, CFG 2; 1.8x one GPU, measured here on 2026-11-29 (estimate: 0.68 s a "
+             "step)",
+             "12 steps in 9.0 s, 0.75 s a step, CFG 2; 1.8x one device, measured here on 2026-11-29",
+             "running on cuda:0: one device, compiled blocks (estimated to save 8 s in 60 steps; compiling takes 6 s)",
+             "20 steps in 9.0 s, 0.45 s a step, CFG 2, compiled blocks (estimated to save 8 s in 60 steps)",
+             "check 3 of 37: Flux.1 ring2", "Flux.1: ring2, round 1 of 3", "timing the links: gloo",
+             "All 37 checks passed: every method gives one device's result on this machine.",
+             "2 of 37 checks failed: Flux.1 ring2, VAE decode.",
+             "The fastest method is Ulysses 2 for Flux.1, 1.50 times as fast as one device; CFG 2 for Wan 2.1 14B, "
+             "1.90 times as fast as one device.",
+             "3 of 9 estimates are within 10% (median error 12%), and auto mode would choose the fastest of the timed "
+             "layouts for 2 of 3 models.",
              "running on cpu, cpu: PipeFusion 2, 4 patches", "decoded in 0.2 s on 2 devices",
              "loading weights 1.2 of 3.4 GB, 0.5 GB/s", "cancelled after 3 of 12 steps"]
 

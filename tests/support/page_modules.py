@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.comfyui_server import ROOT
 
-NAMES = ("change", "check", "config", "convert", "dom", "graph", "loaders", "messages", "packs", "placing", "report",
-         "stock", "takeover", "templates", "texts", "timeline", "translate", "zh", "zh_notes")
+NAMES = ("change", "check", "config", "convert", "dom", "graph", "loaders", "measure", "messages", "packs", "placing",
+         "report", "stock", "takeover", "templates", "texts", "timeline", "translate", "zh", "zh_notes")
 
 
 def node_program():

@@ -9,16 +9,19 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import UnsupportedError
-from ..protocol.specs import SDPA
+from ..protocol.specs import SDPA, operator_key
 from .masks import as_bias
+
+log = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -81,6 +84,12 @@ class BackendUse:
     is_required: bool = False              # an unsupported call is an error; otherwise it runs on torch SDPA
     modules: dict = field(default_factory=dict)            # name -> the imported module, or why it cannot be used
     counts: Counter = field(default_factory=Counter)       # backend, with the reason if it is a fallback -> calls
+    fastest: dict = field(default_factory=dict)            # see specs.BackendChoice
+
+    @property
+    def is_default(self):
+        """Whether every call runs on torch SDPA."""
+        return self.name == SDPA and not self.fastest
 
     def exact(self):
         """This choice for a call with low_precision_attention=False: PyTorch SDPA instead of SageAttention, as in
@@ -201,6 +210,9 @@ def attend(q_BNTH, k_BNTH, v_BNTH, use, mask=None, is_causal=False, scale=None):
     """
     if q_BNTH.dim() != 4:                                      # no dim of heads
         return F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, mask, 0.0, is_causal, scale=scale)
+    found = None if mask is not None or is_causal else _by_fastest(q_BNTH, k_BNTH, v_BNTH, use, scale, False)
+    if found is not None:
+        return found[0]
     if _fits(q_BNTH, k_BNTH, v_BNTH, use, mask, is_causal, False):
         return _run_package(q_BNTH, k_BNTH, v_BNTH, use, mask, scale, False)[0]
     return F.scaled_dot_product_attention(q_BNTH, *repeat_heads(q_BNTH, k_BNTH, v_BNTH), attn_mask=mask,
@@ -210,6 +222,9 @@ def attend(q_BNTH, k_BNTH, v_BNTH, use, mask=None, is_causal=False, scale=None):
 def attend_with_lse(q_BNTH, k_BNTH, v_BNTH, use, mask=None, scale=None):
     """Like `attend`, without causal masks; also returns the queries' log-sum-exp, (B, N, T, 1). See
     attention_with_lse."""
+    found = None if mask is not None else _by_fastest(q_BNTH, k_BNTH, v_BNTH, use, scale, True)
+    if found is not None:
+        return found
     if _fits(q_BNTH, k_BNTH, v_BNTH, use, mask, False, True):
         return _run_package(q_BNTH, k_BNTH, v_BNTH, use, mask, scale, True)
     return attention_with_lse(q_BNTH, k_BNTH, v_BNTH, scale, mask)
@@ -275,6 +290,28 @@ def repeat_heads(q_BNTH, k_BNTH, v_BNTH):
             else (k_BNTH.repeat_interleave(repeats, 1), v_BNTH.repeat_interleave(repeats, 1)))
 
 
+def _by_fastest(q_BNTH, k_BNTH, v_BNTH, use, scale, with_lse):
+    """`run_backend` by the measured fastest operator for an unmasked call; None where the usual backend computes it: no
+    operator was timed for such tensors, or it does not support them. The result is the same up to rounding."""
+    key = operator_key(q_BNTH.shape[3], k_BNTH.shape[2], with_lse) if use.fastest else None
+    name = use.fastest.get(key, SDPA)
+    if name == SDPA or not (q_BNTH.shape[2] and k_BNTH.shape[2]):
+        return None
+    backend, chosen = BACKENDS[name], replace(use, name=name)
+    if any(_misfit(backend, q_BNTH, v_BNTH, chosen, with_lse)) or k_BNTH.shape[2] < backend.min_keys:
+        return None
+    try:
+        found = run_backend(backend, use.modules[name], q_BNTH, k_BNTH, v_BNTH, None, scale, with_lse)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, *REFUSALS) as error:                 # such as cuDNN's, where it has no plan for a shape
+        use.modules[name] = f"failed ({type(error).__name__}: {str(error)[:200]})"
+        log.warning("attention by %s %s: it runs on %s instead", name, use.modules[name], use.name)
+        return None
+    use.counts[name] += 1
+    return found
+
+
 def _fits(q_BNTH, k_BNTH, v_BNTH, use, mask, is_causal, with_lse):
     """True if the selected backend supports this call. Counts the call under the backend that will run it."""
     if use.name == SDPA:
@@ -302,7 +339,7 @@ def _misfit(backend, q_BNTH, v_BNTH, use, with_lse):
     why = _why_not_on(backend, q_BNTH.device)
     if why:
         return "this device", why
-    if q_BNTH.dtype not in backend.dtypes:
+    if backend.dtypes and q_BNTH.dtype not in backend.dtypes:
         dtype = _name(q_BNTH.dtype)
         return dtype, f"takes {', '.join(map(_name, backend.dtypes))}, and this model computes in {dtype}"
     if backend.padded(head_size) is None or v_BNTH.shape[3] != head_size:
@@ -329,7 +366,9 @@ def _run_package(q_BNTH, k_BNTH, v_BNTH, use, mask, scale, with_lse):
 
 
 def _module(backend, use):
-    """The imported package, or a message (str) why it cannot be used."""
+    """The imported package, None for torch's operators, or a message (str) why it cannot be used."""
+    if not backend.module:
+        return use.modules.setdefault(use.name, None)
     if use.name not in use.modules:
         why = _why_absent(backend)
         try:

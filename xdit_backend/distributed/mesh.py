@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from .. import system
 from ..protocol import timeouts
-from ..protocol.devices import machine_of, own_name
+from ..protocol.devices import can_use_nccl, machine_of
 from ..protocol.errors import ConfigError, WorkerStartError
 from .shared_memory.process_group import BACKEND
 
@@ -79,15 +79,14 @@ SINGLE = Mesh(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0))
 
 
 def backend_for(devices, has_nccl, requested=""):
-    """Backend of torch.distributed for workers on these devices: NCCL if each has its own CUDA device, else gloo.
+    """Backend of torch.distributed for workers on these devices: NCCL if it can connect them, else gloo.
 
-    NCCL does not support two ranks on one device, and a single rank needs no NCCL. gloo copies CUDA tensors through
+    gloo copies CUDA tensors through
     system RAM. requested: value of XDIT_TRANSPORT, the only way to shared memory (docs/benchmarks.md#exchange);
     "": none. Raises WorkerStartError if that cannot be used.
     """
-    apart = len(set(devices)) == len(devices) > 1 and all(own_name(device).startswith("cuda") for device in devices)
     can_share = len(devices) > 1 and system.has_exchange_segments() and not any(map(machine_of, devices))
-    usable = {"gloo": True, BACKEND: can_share, "nccl": apart and has_nccl}
+    usable = {"gloo": True, BACKEND: can_share, "nccl": has_nccl and can_use_nccl(devices)}
     if requested:
         if not usable.get(requested):
             names = ", ".join(name for name in usable if usable[name])

@@ -104,7 +104,7 @@ class AttentionFunctions:
         context = self._running()
         backend = options.get("backend") or _AttentionBackendRegistry.get_active_backend()[0]
         is_native = AttentionBackendName(backend) == AttentionBackendName.NATIVE
-        if context is None or (context.state.attention is None and (not is_native or context.backend.name == SDPA)
+        if context is None or (context.state.attention is None and (not is_native or context.backend.is_default)
                                and context.state.guided_attention is None):
             if context is not None:
                 context.backend.counts[SDPA] += 1

@@ -25,6 +25,7 @@ from ..protocol.errors import ConfigError
 
 # packages whose attention and matrix products the probe times
 PACKAGES = "comfy-kitchen", "flash-attn", "flash-attn-3", "sageattention", "xformers", "triton"
+PROBE = 2                      # changes when worker/device_probe.py measures more
 RUNS = "runs.json"             # one factor for each family and GPU
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def stored_machine(folder, devices, dtype, gpu=gpu_of) -> Machine | None:
 
 def store_machine(folder, devices, dtype, machine, gpu=gpu_of):
     """Store a Machine for stored_machine. Only logs a warning if the folder cannot be written to."""
-    _write(_path(folder, devices, dtype, gpu), to_json(machine, topology(devices, dtype, gpu)))
+    write_json(_path(folder, devices, dtype, gpu), to_json(machine, topology(devices, dtype, gpu)))
 
 
 def calibrations(folder):
@@ -95,7 +96,7 @@ def record_run(folder, family, gpu, ratio):
     """Record that a run on one device took `ratio` times its uncalibrated estimate; returns the Calibration."""
     known = calibrations(folder)
     known[family, gpu] = after(known.get((family, gpu)), ratio)
-    _write(Path(folder) / RUNS, {" | ".join(key): [each.factor, each.count] for key, each in known.items()})
+    write_json(Path(folder) / RUNS, {" | ".join(key): [each.factor, each.count] for key, each in known.items()})
     return known[family, gpu]
 
 
@@ -104,7 +105,13 @@ def topology(devices, dtype, gpu):
     cuda = [torch.device(device) for device in devices if device.startswith("cuda")]
     reach = [[one == other or torch.cuda.can_device_access_peer(one, other) for other in cuda] for one in cuda]
     return {"devices": list(devices), "cards": [gpu(device)[0] for device in devices], "direct": reach,
-            "torch": torch.__version__, "driver": torch._C._cuda_getDriverVersion() if cuda else 0, "dtype": dtype,
+            "dtype": dtype, "probe": PROBE, **software(devices)}
+
+
+def software(devices):
+    """Versions and settings on which the speed of these devices depends. Creates no CUDA context."""
+    cuda = any(device.startswith("cuda") for device in devices)
+    return {"torch": torch.__version__, "driver": torch._C._cuda_getDriverVersion() if cuda else 0,
             "threads": os.environ.get("OMP_NUM_THREADS", ""), "packages": _versions()}
 
 
@@ -119,7 +126,8 @@ def _versions():
     return installed
 
 
-def _write(path, stored):
+def write_json(path, stored):
+    """Write a JSON file at once. Only logs a warning if the folder cannot be written to."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")

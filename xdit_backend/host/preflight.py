@@ -15,7 +15,7 @@ import torch.distributed as dist
 from .. import system
 from ..memory.system_memory import available_memory
 from ..planner.descriptions import gigabytes
-from ..protocol.devices import own_name
+from ..protocol.devices import can_use_nccl
 from ..protocol.errors import WorkerStartError
 
 MIN_VERSIONS = {"torch": (2, 6), "diffusers": (0, 35)}
@@ -133,8 +133,7 @@ def fallbacks(devices, environment=os.environ):
 
     Only groups that use NCCL have more than one; those that the user's environment already selects are left out.
     """
-    apart = len(set(devices)) == len(devices) > 1 and all(own_name(device).startswith("cuda") for device in devices)
-    if not apart or not dist.is_nccl_available():
+    if not can_use_nccl(devices) or not dist.is_nccl_available():
         return [("", {})]
     return [(off, variables) for off, variables in FALLBACKS
             if not variables or any(environment.get(name) != value for name, value in variables.items())]

@@ -11,7 +11,7 @@ import psutil
 
 from .. import system
 from ..comfyui.install_location import FOLDER, find_comfyui
-from ..protocol.devices import own_name
+from ..protocol.devices import on_one_gpu, own_name
 from .supervisor import ROOT, poll_ended
 
 # file in a group's folder in memory: torchrun's log of workers that failed
@@ -43,6 +43,10 @@ INHERITED_PREFIXES = ("XDIT_", "NCCL_", "TORCH_NCCL_", "TORCH_FR_", "LC_")
 # torch 2.6.0 to 2.7.0 use NCCL's non-blocking communicators if the group is created with a device_id, and these hang at
 # random (pytorch issue 153960). Later releases default to blocking ones.
 BLOCKING_COMMUNICATORS = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "0"}
+
+# Ranks that share a GPU (protocol/devices.on_one_gpu): NCCL's experimental switch; few thread blocks per kernel, so
+# that those of all ranks fit; and no NVLink SHARP, with which NCCL rejects such ranks.
+NCCL_ON_ONE_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "0"}
 
 # CUDA workers: ComfyUI sets cudaMallocAsync for itself, with which later allocations may wait for receives that are
 # posted ahead of time.
@@ -130,6 +134,9 @@ def environment_of(devices, num_own=0, interface=""):
     environment |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}", **BLOCKING_COMMUNICATORS}
     on_cpu = any(own_name(device) == "cpu" for device in devices)
     environment = environment | CPU_ALLOCATOR if on_cpu else CUDA_QUEUES | environment | CUDA_ALLOCATOR
+    if on_one_gpu(devices):                                    # a newer NCCL than torch's may be preloaded
+        preloaded = {name: value for name, value in os.environ.items() if name == "LD_PRELOAD"}
+        environment = NCCL_ON_ONE_GPU | preloaded | environment
     if "OMP_NUM_THREADS" not in environment:                   # torchrun would set 1
         environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // (num_own or len(devices))))
     return environment

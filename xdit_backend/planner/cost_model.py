@@ -140,6 +140,8 @@ class Device:
     host_pageable: float = 0.0             # 1: the driver copies pageable memory; 0: copies through pinned chunks
     # installed attention backends, such as "sage 128" with heads of 128: speedup over torch SDPA
     kernels: dict[str, float] = field(default_factory=dict, hash=False)
+    # exact attention operators, such as "torch_flash 128 4096" with heads of 128 and 4096 keys: seconds
+    operators: dict[str, float] = field(default_factory=dict, hash=False)
     # matrix multiplications in a ComfyUI format, including rounding or unpacking: speedup over the compute dtype
     products: dict[str, float] = field(default_factory=dict, hash=False)
     def product_s(self, dims, flops):

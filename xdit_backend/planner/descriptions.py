@@ -73,6 +73,13 @@ def describe_measurements(measured_s, one_s):
     return f" ({one_s / measured_s:.1f}x as fast as one device)" if one_s else ""
 
 
+def describe_speedup(step_s, one, is_cuda):
+    """Text for a measured run of step_s seconds a step. one: the MeasuredRun of the same run on one device."""
+    faster = one.step_s / step_s
+    return (f"; {faster:.1f}x one GPU, measured here on {one.date}" if is_cuda
+            else f"; {faster:.1f}x one device, measured here on {one.date}")
+
+
 def describe_weights(stay_bytes, streamed_bytes, chosen, num_steps, num_patches=1, is_shared=False):
     """Text about offloaded weights and their cost.
 

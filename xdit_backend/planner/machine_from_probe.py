@@ -7,7 +7,8 @@ from .layout_search import Machine
 
 SMALL_BYTES, LARGE_BYTES, ACROSS_BYTES = 2 ** 16, 2 ** 24, 2 ** 20        # as in worker/device_probe.py
 PAGEABLE_WORTH = 1.1           # speedup by the driver's copies, on each device, that justifies that the host may wait
-KERNEL, PRODUCT = "kernel ", "product "        # prefixes of names from measure_backends and measure_products
+# prefixes of names from measure_backends, measure_products and measure_operators
+KERNEL, PRODUCT, OPERATOR = "kernel ", "product ", "operator "
 # fraction of the message's bytes that a rank sends in a collective
 SENT = {"all_to_all": lambda size: (size - 1) / size, "hop": lambda size: 1.0,
         "all_reduce": lambda size: 2 * (size - 1) / size, "gather": lambda size: (size - 1) / size}
@@ -76,6 +77,7 @@ def _device(numbers, name, memory_bytes):
                   busy_ring=0.0,
                   name=name, memory_bytes=memory_bytes, launch_hidden=numbers["launch_hidden"], **launches,
                   kernels=_named(numbers, KERNEL), products=_named(numbers, PRODUCT),
+                  operators=_named(numbers, OPERATOR),
                   capability=numbers.get("capability", 0.0))
 
 

@@ -20,7 +20,7 @@ from .layout_search import Machine
 NEEDED = ("memory_bytes", "matrix_flops_s", "attention_flops_s", "memory_bytes_s")
 MAY_BE_ZERO = ("half_rows", "half_keys", "busy_ring", "latency_s", "hidden", "convolution_flops_s", "launch_hidden",
                "host_bytes_s", "host_alone_bytes_s", "host_pageable", "capability")
-OBJECTS = "kernels", "products"        # fields of a device that map names to numbers
+OBJECTS = "kernels", "products", "operators"           # fields of a device that map names to numbers
 MAX_DEVICES = 4096
 MAX_BYTES, MAX_VALUES = 2 ** 22, 2 ** 18
 

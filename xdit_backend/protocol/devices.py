@@ -31,6 +31,19 @@ def machines_of(devices):
     return tuple(name for name in dict.fromkeys(map(machine_of, devices)) if name)
 
 
+def can_use_nccl(devices):
+    """Whether NCCL can connect workers on these devices: several, each on a CUDA device of its own, or on_one_gpu."""
+    is_cuda = len(devices) > 1 and all(own_name(device).startswith("cuda") for device in devices)
+    return is_cuda and (len(set(devices)) == len(devices) or on_one_gpu(devices))
+
+
+def on_one_gpu(devices):
+    """Whether NCCL connects workers that share GPUs of this machine: XDIT_NCCL_ON_ONE_GPU=1, a switch for developers.
+    It needs NCCL 2.30 or newer; an older one rejects the workers as they join."""
+    return (os.environ.get("XDIT_NCCL_ON_ONE_GPU") == "1" and len(set(devices)) < len(devices)
+            and not machines_of(devices) and all(device.startswith("cuda") for device in devices))
+
+
 def resolve_devices(devices, num_cuda_devices, mode="manual"):
     """Turn the `devices` setting into device names, one per worker.
 

@@ -2,7 +2,7 @@
 one call of the model."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, TypeAlias, get_args
 
 from pydantic.dataclasses import dataclass
 
@@ -116,8 +116,23 @@ class NetworkSpec:
 
 SDPA = "sdpa"                              # torch's own attention
 BY_BACKEND = "attention by "               # prefix of the names of a prediction's attention counts
-# choices of the setting: the backend that ComfyUI was started with, or one of attention/backends.py
-ATTENTIONS = "as ComfyUI", SDPA, "flash", "flash3", "sage", "xformers", "comfy_kitchen_int8"
+# choices of the setting: the measured fastest exact operator, the backend that ComfyUI was started with, or one of
+# attention/backends.py
+FASTEST, AS_COMFYUI = "auto", "as ComfyUI"
+ATTENTIONS = FASTEST, AS_COMFYUI, SDPA, "flash", "flash3", "sage", "xformers", "comfy_kitchen_int8"
+# operators that compute attention exactly, up to rounding: SDPA and keys of attention/backends.py
+Operator: TypeAlias = Literal["sdpa", "flash", "flash3", "xformers", "torch_cudnn", "torch_flash", "torch_efficient"]
+OPERATORS = get_args(Operator)
+# head sizes and numbers of keys for which the probe times operators; more keys count as the last
+OPERATOR_HEADS, OPERATOR_KEYS = (64, 128), (1024, 4096, 16384)
+
+
+def operator_key(head_size, num_keys, with_lse):
+    """Key in BackendChoice.fastest of attention with such tensors; None where operators are not timed."""
+    if head_size not in OPERATOR_HEADS:
+        return None
+    keys = next((keys for keys in OPERATOR_KEYS if num_keys <= keys), OPERATOR_KEYS[-1])
+    return f"{head_size} {keys} lse" if with_lse else f"{head_size} {keys}"
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -126,6 +141,8 @@ class BackendChoice:
 
     name: Literal["sdpa", "flash", "flash3", "sage", "xformers", "comfy_kitchen_int8"] = "sdpa"
     is_required: bool = False      # reject inputs that the backend does not support; False: SDPA computes them
+    # operator_key -> operator that computes unmasked attention in place of `name`, the same on every rank
+    fastest: ByName[str, Operator] = dataclasses.field(default_factory=dict)
 
 
 # dtype in which Ulysses and Ring attention send their tensors

@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,7 +26,8 @@ assert sys.platform != "win32"             # for mypy
 
 __all__ = ["ABORTED", "CUDA_ALLOCATOR", "EXIT_CODES", "FAMILY", "HAS_TORCHRUN", "INHERITED", "TERMINATION_SIGNALS",
            "TORCH_WITHOUT_GLOO", "Job", "SharedMemory", "after_fork_in_child", "can_send", "connect", "description",
-           "drop_from_cache", "end_with_parent", "facts", "free_commit_bytes", "has_exchange_segments", "is_private",
+           "drop_from_cache", "end_with_parent", "facts", "free_commit_bytes", "has_exchange_segments",
+           "interrupt_main_thread", "is_private",
            "limit_waits", "listen", "lock", "loopback", "make_private", "map_file", "map_shared", "memory_folder",
            "name_process", "num_cores",
            "open_output", "open_unlocked", "private_bytes", "python_program", "quoted", "remove_locked", "restrict",
@@ -265,6 +267,11 @@ def has_exchange_segments():
 def python_program(module, *arguments):
     """(command, environment variables) that run a module of a package in PYTHONPATH with this Python."""
     return [sys.executable, "-m", module, *map(str, arguments)], {}
+
+
+def interrupt_main_thread():
+    """Raise KeyboardInterrupt in the main thread, in its system call too."""
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
 def quoted(argument):

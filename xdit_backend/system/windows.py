@@ -35,7 +35,8 @@ from .windows_facts import facts, free_commit_bytes  # noqa: E402
 
 __all__ = ["ABORTED", "CUDA_ALLOCATOR", "EXIT_CODES", "FAMILY", "HAS_TORCHRUN", "INHERITED", "TERMINATION_SIGNALS",
            "TORCH_WITHOUT_GLOO", "Job", "SharedMemory", "after_fork_in_child", "can_send", "connect", "description",
-           "drop_from_cache", "end_with_parent", "facts", "free_commit_bytes", "has_exchange_segments", "is_private",
+           "drop_from_cache", "end_with_parent", "facts", "free_commit_bytes", "has_exchange_segments",
+           "interrupt_main_thread", "is_private",
            "limit_waits", "listen", "lock", "loopback", "make_private", "map_file", "map_shared", "memory_folder",
            "name_process", "num_cores",
            "open_output", "open_unlocked", "private_bytes", "python_program", "quoted", "remove_locked", "restrict",
@@ -312,6 +313,10 @@ def python_program(module, *arguments):
     if base != python:                                         # a virtual environment's python.exe only starts this one
         python, variables = base, {"__PYVENV_LAUNCHER__": python}
     return [python, "-X", "utf8", "-u", "-c", RUN, module, *map(str, arguments)], variables
+
+
+def interrupt_main_thread():
+    signal.raise_signal(signal.SIGINT)
 
 
 def quoted(argument):

@@ -4,6 +4,7 @@ All ranks run it at the same time in the same order, so that they share memory, 
 """
 
 import functools
+import importlib
 import itertools
 import logging
 import math
@@ -14,14 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ..attention.backends import BackendUse, attend, unusable
+from ..attention.backends import BACKENDS, BackendUse, attend, capability_of, run_backend, unusable
 from ..checkpoints.quantisation import kitchen_layers
 from ..checkpoints.quantisation.layer_formats import FORMATS, ROTATING, Layer
 from ..distributed.collectives import RingExchange, all_gather, all_to_all
 from ..distributed.mesh import make_group
 from ..memory.copy_thread import CopyThread
 from ..memory.staging import StagingBuffers
-from ..protocol.specs import SDPA
+from ..protocol.specs import OPERATOR_HEADS, OPERATOR_KEYS, OPERATORS, SDPA
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ def measure(rank, world_size, device, dtype, traffic, report, per_machine=0):
     report("measuring the devices", 0, steps)
     numbers |= measure_device(watch)
     numbers |= measure_backends(device, dtype)
+    numbers |= measure_operators(device, dtype)
     numbers |= measure_products(device, dtype)
     report("measuring the devices", 1, steps)
     if world_size > 1:
@@ -198,6 +200,46 @@ def measure_backends(device, dtype):
             continue
         numbers[f"kernel {name} {head}"] = seconds[SDPA] / seconds[name]
     return numbers
+
+
+def measure_operators(device, dtype):
+    """Seconds of attention by each exact operator that runs here: {"operator NAME HEAD KEYS": seconds}; {} on CPUs and
+    ROCm, where torch has one. Operators return a log-sum-exp, which costs them little; torch SDPA does not.
+
+    Not a collective: other ranks may have other packages.
+    """
+    capability = capability_of(device)
+    if capability is None:
+        return {}
+    missing, numbers = unusable(device), {}
+    names = [name for name in OPERATORS if name != SDPA and not missing.get(name)]
+    modules = {name: importlib.import_module(BACKENDS[name].module) if BACKENDS[name].module else None
+               for name in names if _imports(BACKENDS[name].module)}
+    for head, keys in itertools.product(OPERATOR_HEADS, OPERATOR_KEYS):
+        query = torch.randn(1, HEADS, keys, head, device=device).to(dtype)
+        works = {SDPA: functools.partial(F.scaled_dot_product_attention, query, query, query)}
+        for name, module in modules.items():
+            if not BACKENDS[name].supports(dtype, head, keys, capability, False):
+                continue
+            work = functools.partial(run_backend, BACKENDS[name], module, query, query, query, None, None, True)
+            try:
+                work()
+                torch.cuda.synchronize(device)
+            except Exception as error:                         # of a package, or of cuDNN for this GPU
+                log.warning("attention by %s is not timed: %s", name, error)
+                continue
+            works[name] = work
+        seconds = Stopwatch(0, 1, device, dtype).seconds(works)
+        numbers |= {f"operator {name} {head} {keys}": each for name, each in seconds.items()}
+    return numbers
+
+
+def _imports(module):
+    try:
+        return not module or importlib.import_module(module) is not None
+    except Exception as error:                                 # a third-party package's
+        log.warning("%s is not timed: %s", module, error)
+        return False
 
 
 def measure_products(device, dtype):

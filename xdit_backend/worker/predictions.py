@@ -117,7 +117,8 @@ class Predictions:
         prediction."""
         loaded, mesh = self._models[command.model], self._entered_mesh(command, traffic)
         choice = command.options.backend
-        self._backend = BackendUse(choice.name, choice.is_required, self._backend.modules)
+        self._backend = BackendUse(choice.name, choice.is_required, self._backend.modules,
+                                   fastest=choice.fastest)
         clock, waits, offloaded = self._clock, [], loaded.transformer.offloaded
         start, weight_waits = clock.mark(), [] if offloaded is None else offloaded.time_waits(clock.mark)
         sharing = self._weight_groups.sharing(command, mesh, loaded.transformer.spec, traffic)

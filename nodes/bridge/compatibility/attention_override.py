@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from comfy.ldm.modules import attention
 
-from ....xdit_backend.protocol.specs import ATTENTIONS, SDPA, BackendChoice
+from ....xdit_backend.protocol.specs import AS_COMFYUI, FASTEST, SDPA, BackendChoice
 
 OVERRIDE = "optimized_attention_override"
 # ComfyUI's attention functions with a backend of their own; all others compute what torch SDPA does
@@ -41,7 +41,7 @@ def backend_of(config, of_node=None):
     """Return the BackendChoice of a call. of_node: a node's backend, which has priority over xDiT Parallel Config."""
     if of_node is not None:
         return BackendChoice(of_node, True)
-    if config.attention != ATTENTIONS[0]:
+    if config.attention not in (FASTEST, AS_COMFYUI):
         return BackendChoice(config.attention, True)
     return BackendChoice(_backend_named(attention.optimized_attention.__name__) or SDPA)
 

@@ -1,17 +1,21 @@
 """Layout selection for a run of a MODEL: its estimate, and the comparison with the measured time."""
 
 import dataclasses
+import functools
 import logging
 import statistics
 import time
 
 import torch
 
+from ....xdit_backend.host.measured_runs import ONE_DEVICE
 from ....xdit_backend.memory.system_memory import pages_of
+from ....xdit_backend.planner.attention_choice import fastest_operators, with_fastest
 from ....xdit_backend.planner.calibration import KNOWN, NEW, Calibration, calibrated
-from ....xdit_backend.planner.descriptions import SHOWN_S, describe_measurements, describe_plan
+from ....xdit_backend.planner.descriptions import SHOWN_S, describe_plan, describe_speedup, layout_description
 from ....xdit_backend.planner.planner import is_long, plan_run
-from ....xdit_backend.protocol.specs import WeightCopies
+from ....xdit_backend.protocol.devices import own_name
+from ....xdit_backend.protocol.specs import FASTEST, OPERATORS, WeightCopies
 from ..compatibility.attention_override import backend_of
 from ..workers.worker_groups import GROUPS
 
@@ -31,7 +35,8 @@ class Estimates:
         # {(Job, MemoryCheck.changed): Plan or None}; GPU names
         self._plans, self._gpus = {}, ()
         self._pages = None                                     # system_memory.pages_of the file
-        self._measured = {}                                    # {(Job, Degrees): seconds of the last such run}
+        self.work = None                                       # run_digest of the run, while a sampler runs
+        self._fastest = None                                   # BackendChoice.fastest of the run
 
     def begin(self, job, is_planned):
         """Return the Plan of the run that this call belongs to. A call with another plan begins another run."""
@@ -39,10 +44,12 @@ class Estimates:
         self.streaming_plan = self._plan_streaming(job) if is_planned else None
         if self.timed is None or plan is not self.plan:
             self.plan, self.timed = plan, StepTimes(job)
+        if self._fastest is None:
+            self._fastest = self._fastest_attention(job)
         return plan
 
     def end(self):
-        self.plan = self.timed = self.streaming_plan = None
+        self.plan = self.timed = self.streaming_plan = self.work = self._fastest = None
         self._plans.clear()
 
     def look(self, job, may_measure):
@@ -62,9 +69,15 @@ class Estimates:
             self._gpus = () if machine is None else tuple(device.name for device in machine.devices)
         return self._plans[key]
 
-    def with_copies(self, calls):
-        """Set on these calls how offloaded weights are copied to the devices, by the measurements and this run's
-        Plan."""
+    def with_measurements(self, calls):
+        """Set on these calls what the devices' measurements decide: the attention operators that auto takes, and how
+        offloaded weights are copied to the devices."""
+        if self._fastest is None:
+            self._fastest = self._fastest_attention(None)
+        return self._with_copies([_with_fastest(call, self._fastest) for call in calls] if self._fastest else calls)
+
+    def _with_copies(self, calls):
+        """Set how offloaded weights are copied, by the measurements and this run's Plan."""
         setup, plan = self._setup, self.plan or self.streaming_plan
         machine = GROUPS.machine(setup.devices, setup.spec.compute_dtype, False) if setup.spec.weights_memory else None
         if machine is None:
@@ -72,6 +85,17 @@ class Estimates:
         copies = WeightCopies(all(device.host_pageable for device in machine.devices),
                               plan is not None and plan.chosen.shards_weights)
         return [dataclasses.replace(call, options=dataclasses.replace(call.options, copies=copies)) for call in calls]
+
+    def _fastest_attention(self, job):
+        """BackendChoice.fastest by the devices' measurements; {} on CPUs, where torch has one operator. A single GPU is
+        measured before its first long run, as several are."""
+        setup = self._setup
+        if setup.config.attention != FASTEST or not all(own_name(name).startswith("cuda") for name in setup.devices):
+            return {}
+        may_measure = (len(setup.devices) == 1 and job is not None and setup.dims is not None
+                       and is_long(setup.dims, job, "cuda"))
+        machine = GROUPS.machine(setup.devices, setup.spec.compute_dtype, may_measure)
+        return {} if machine is None else fastest_operators(machine.devices)
 
     def num_patches(self, job):
         """Estimated fastest number of patches of a PipeFusion run with offloaded weights; 0 without offloaded weights
@@ -100,8 +124,11 @@ class Estimates:
         if machine is None:
             return None
         self._pages = self._pages or pages_of(setup.checkpoint.files)
-        backend = backend_of(setup.config).name
-        machine = dataclasses.replace(machine, devices=tuple(device.by_backend(backend) for device in machine.devices))
+        backend, fastest = backend_of(setup.config).name, {}
+        if setup.config.attention == FASTEST and backend in OPERATORS:
+            fastest = fastest_operators(machine.devices)
+        machine = dataclasses.replace(machine, devices=tuple(
+            with_fastest(device, fastest) if fastest else device.by_backend(backend) for device in machine.devices))
         return calibrated(machine, GROUPS.calibrations(), setup.family.name).exchanging(
             setup.config.exchange).reading(self._pages)
 
@@ -123,13 +150,36 @@ class Estimates:
                                  self._measured_s(plan), KNOWN if known else NEW)
 
     def _measured_s(self, plan):
-        """Seconds of the last such run with this Plan's layout, and on one device; each may be None."""
-        return tuple(self._measured.get((self.timed.job, one.degrees)) for one in (plan.chosen, plan.one))
+        """Measured seconds of such a run with this Plan's layout, and on one device; each may be None."""
+        if self.work is None:
+            return None, None
+        several, one = (GROUPS.measured.find(self.work, self.gpus, layout_description(plan.chosen)), self.on_one_device)
+        return tuple(run and run.step_s * self.timed.job.steps for run in (several, one))
+
+    @functools.cached_property
+    def gpus(self):
+        """Names of the devices."""
+        return tuple(GROUPS.gpu_of(device)[0] for device in self._setup.devices)
 
     @property
-    def one_device_s(self):
-        """Measured seconds of a run like this one on a single device, or None."""
-        return None if self.plan is None else self._measured_s(self.plan)[1]
+    def on_one_device(self):
+        """The MeasuredRun of this run on a single one of the devices, or None."""
+        return None if self.work is None else GROUPS.measured.on_one_device(self.work, self.gpus)
+
+    @property
+    def num_working(self):
+        """Number of devices that compute; the others have nothing to do in the layout that auto mode has chosen."""
+        return len(self._setup.devices) if self.plan is None else self.plan.chosen.working
+
+    def record(self, step_s):
+        """Store a run's measured seconds per step, if a later run is compared with it: on one device, or in a layout
+        that auto mode has chosen."""
+        if self.work is None or not step_s:
+            return
+        if self.num_working == 1:
+            GROUPS.measured.record(self.work, self.gpus[:1], ONE_DEVICE, step_s)
+        elif self.plan is not None:
+            GROUPS.measured.record(self.work, self.gpus, layout_description(self.plan.chosen), step_s)
 
     def compare(self, how, elapsed_s):
         """Compare a run's time with its estimate, for the user: both a step, without the first one's preparation. ""
@@ -141,17 +191,29 @@ class Estimates:
             return ""
         chosen, timed, family = self.plan.chosen, self.timed, self._setup.family.name
         estimated_s, measured_s = chosen.seconds, timed.seconds or elapsed_s
-        if timed.seconds:
-            self._measured[timed.job, chosen.degrees] = timed.seconds
         if abs(measured_s / estimated_s - 1) > MAX_DEVIATION:
             log.debug("estimated %.1f s for %s (%s), measured %.1f s (%s)", estimated_s, how, ", ".join(
                 f"{cause} {seconds:.1f} s" for cause, seconds in chosen.causes.items()), measured_s, timed.split())
         if timed.seconds and chosen.is_independent and len(set(self._gpus)) == 1:
             known = GROUPS.calibrations().get((family, self._gpus[0]), Calibration())
             GROUPS.record_run(family, self._gpus[0], known.factor * measured_s / estimated_s)
-        measured = describe_measurements(*self._measured_s(self.plan)) if timed.seconds and chosen.working > 1 else ""
         shown = timed.seconds and estimated_s >= SHOWN_S
-        return measured + (f" (estimate: {estimated_s / timed.job.steps:.2f} s a step)" if shown else "")
+        return f" (estimate: {estimated_s / timed.job.steps:.2f} s a step)" if shown else ""
+
+    def describe_speedup(self, step_s):
+        """Describe a run's measured speedup over one device, for the user; "" if that has not been measured."""
+        one = None if self.num_working == 1 or not step_s else self.on_one_device
+        return "" if one is None else describe_speedup(step_s, one, self._setup.devices[0].startswith("cuda"))
+
+
+def _with_fastest(call, fastest):
+    """A Call whose attention runs on these operators, unless a node or the user has selected a backend, or one of
+    ComfyUI's that rounds."""
+    backend = call.options.backend
+    if backend.is_required or backend.name not in OPERATORS:
+        return call
+    return dataclasses.replace(call, options=dataclasses.replace(
+        call.options, backend=dataclasses.replace(backend, fastest=fastest)))
 
 
 def describe_spare(data_degree, num_images):

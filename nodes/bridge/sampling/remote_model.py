@@ -9,6 +9,7 @@ from comfy.patcher_extension import WrapperExecutor
 from ....xdit_backend.host.calls import Call
 from ....xdit_backend.planner.descriptions import describe_layout, layout_description
 from ....xdit_backend.planner.planner import USUAL_JOB, branches_together
+from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.specs import describe_exchange
 from ..compatibility.block_patches import free_u_of, guided_of, operations_of, scores_of, tiles_of
 from ..compatibility.comfyui_variants import variant_of
@@ -26,6 +27,7 @@ from ..compatibility.model_options import (
 from ..compatibility.pipefusion_support import COMPILE, DRAINED, SYNCHRONOUS
 from ..workers.vram_accounting import ask_for_memory
 from ..workers.worker_groups import GROUPS, describe_missing, parking_bytes, show_text
+from .compile_choice import CompileChoice
 from .controlnet import control_residuals
 from .displaced_run import DisplacedRun
 from .injected_networks import networks_of, style_of
@@ -54,6 +56,7 @@ class RemoteModel:
         self.forwards = ForwardPatches()
         self._checked_sigmas = set()                           # sigmas of this run at which modules were compared
         self._taken_channels = self.family.taken_channels(setup.transformer_config)
+        self.compiling = CompileChoice()
         self._run_bytes = 0                                    # per rank for a run, as reported to ComfyUI
         self._most_run_bytes = 0.0                             # maximum of the estimates since the last run
         # `how`: description of this run's split for the user
@@ -181,7 +184,7 @@ class RemoteModel:
     def end_run(self):
         self._checked_sigmas.clear()
         self.how, self._most_run_bytes = None, 0.0
-        for end in (self.estimates.end, self.additions.end, self.memory.end_run):
+        for end in (self.estimates.end, self.additions.end, self.memory.end_run, self.compiling.end):
             end()
         client = self._forget_conditioning()
         if client is not None:                                 # ComfyUI should see the memory that this frees at once
@@ -287,13 +290,13 @@ class RemoteModel:
 
     def _predict(self, model_call, calls):
         if self.spec.stages is not None:
-            return self._predict_in_stages(model_call, self.estimates.with_copies(calls))
+            return self._predict_in_stages(model_call, self.estimates.with_measurements(calls))
         latent, conditioning, is_one_batch = calls[0].latent, calls[0].given, "data" in self.family.refused
         num_steps = 1 if model_call.schedule is None else len(model_call.schedule) - 1
         together = any(call.guided for call in calls)
         plan = self.estimates.begin(self.setup.job(latent.shape, conditioning, num_steps, len(calls)),
                                     is_planned=not together)
-        calls = self.estimates.with_copies(calls)
+        calls = self.estimates.with_measurements(calls)
         layout = self.setup.layout(len(calls)) if plan is None else plan.layout
         if together or is_one_batch:
             layout = branches_together(layout)
@@ -306,10 +309,18 @@ class RemoteModel:
             how = (f"{describe_layout(dataclasses.replace(layout, cfg_degree=1))}, both prompts in one batch, which "
                    f"Normalized Attention Guidance compares")
         spare = "" if self.config.mode == "auto" else describe_spare(layout.data_degree, latent.shape[0])
-        self._show(how + describe_exchange(self.config.exchange, layout) + spare + self.config.idle,
-                   self.estimates.describe)
-        return self.estimates.timed.call(
-            client, lambda: client.predict(self.spec, layout, self.setup.num_channels, calls, run=self))
+        self._show(how + describe_exchange(self.config.exchange, layout) + spare + self.config.idle
+                   + self.compiling.describe(), self.estimates.describe)
+
+        def predict(calls):
+            return self.estimates.timed.call(
+                client, lambda: client.predict(self.spec, layout, self.setup.num_channels, calls, run=self))
+        try:
+            return predict(self.compiling.applied(calls, layout))
+        except UnsupportedError as error:
+            if not self.compiling.gives_up(error):
+                raise
+            return predict(calls)
 
     def _check_run(self, model_call, calls, layout):
         """Raise an error for a run that cannot fit, before its first call, and for calls that cannot use the cached

@@ -22,7 +22,9 @@ from ..compatibility.pipefusion_support import (
 )
 from ..workers.progress import describe_backends
 from ..workers.worker_groups import GROUPS, show_text
+from .compile_choice import BACKEND
 from .controlnet import lend_layers
+from .run_digest import run_digest
 
 
 def calc_cond_batch(executor, *arguments):
@@ -61,21 +63,23 @@ def _with_option(model_options, name, value):
     return {**model_options, "transformer_options": {**model_options["transformer_options"], name: value}}
 
 
-def sample(executor, guider, sigmas, extra_args, *arguments, **options):
+def sample(executor, guider, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None,
+           *arguments, **more):
     """Wraps ComfyUI's Sampler.sample: selects how PipeFusion or displaced patches run it, and shows its time at the
     end."""
     remote = getattr(guider.inner_model, "remote", None)
     if remote is None:                                         # another loader's model, of a guider with several
-        return executor(guider, sigmas, extra_args, *arguments, **options)
+        return executor(guider, sigmas, extra_args, callback, noise, latent_image, denoise_mask, *arguments, **more)
     lend_layers(guider)
     started_s, num_steps, before = time.perf_counter(), len(sigmas) - 1, _backend_counts(remote)
+    digest = functools.partial(run_digest, remote, guider, executor.class_obj, sigmas, extra_args, noise, denoise_mask)
+    remote.estimates.work = digest(_compiled(remote, extra_args["model_options"], digest, num_steps))
     try:
         with (GROUPS.runs.sampling(remote, num_steps) as run,
               _sampler_context(remote, executor.class_obj, guider, extra_args["model_options"]) if remote.uses_cache
               else nullcontext()):
-            if arguments:                                      # ComfyUI's callback is the first of them
-                arguments = (GROUPS.counting(run, arguments[0]), *arguments[1:])
-            result = executor(guider, sigmas, extra_args, *arguments, **options)
+            result = executor(guider, sigmas, extra_args, GROUPS.counting(run, callback), noise, latent_image,
+                              denoise_mask, *arguments, **more)
             run.backends = describe_backends(_backend_counts(remote) - before)
     except BaseException:
         show_text(GROUPS.runs.last.describe_end)                # replaces the estimated time left
@@ -86,8 +90,19 @@ def sample(executor, guider, sigmas, extra_args, *arguments, **options):
         compared = remote.estimates.compare(remote.how, elapsed_s)
         by = "" if run.backends in ("", SDPA) else f", attention by {run.backends}"
         a_step_s = run.seconds_per_step or elapsed_s / num_steps                # as in the panel
-        show_text(f"{steps} in {elapsed_s:.1f} s, {a_step_s:.2f} s a step, {remote.how}{by}{compared}")
+        faster = remote.estimates.describe_speedup(run.seconds_per_step)
+        remote.estimates.record(run.seconds_per_step)
+        remote.compiling.record(run)
+        show_text(f"{steps} in {elapsed_s:.1f} s, {a_step_s:.2f} s a step, {remote.how}{by}{faster}{compared}")
     return result
+
+
+def _compiled(remote, model_options, digest, num_steps):
+    """torch.compile's backend for the blocks of a run; "": not compiled. Decides it for compile auto."""
+    requested = (model_options.get("torch_compile_kwargs") or {}).get("backend")
+    requested = requested if requested in BACKENDS else ""
+    is_chosen = remote.compiling.begin(remote, digest("auto"), num_steps, bool(requested))
+    return requested or remote.config.forward_options.compile_backend or (BACKEND if is_chosen else "")
 
 
 def _backend_counts(remote):

@@ -20,8 +20,8 @@ def state():
     """Return the state of the panel without the timeline.
 
     devices: [{"name", "title", "total", "owners": {one of OWNERS: bytes}}]; the owners of each sum to the total.
-    groups, run, phase: below. residency: {"how": one of settings.IDLE_WAYS, "minutes"}, the policy for the memory of
-    idle workers.
+    groups, run, phase: below. report: see ReportProcess.describe. residency: {"how": one of settings.IDLE_WAYS,
+    "minutes"}, the policy for the memory of idle workers.
     """
     # during a run, heartbeats report memory, so that no message delays a step
     if not GROUPS.runs.is_running:
@@ -29,7 +29,8 @@ def state():
             if client.workers.state == "idle":
                 GROUPS.runs.collect(client, client.report_if_idle)
     return {"devices": _devices(), "groups": [_group(client) for client in GROUPS.clients],
-            "run": _run(GROUPS.runs.last), "phase": GROUPS.runs.phase, "residency": vars(_residency())}
+            "run": _run(GROUPS.runs.last), "phase": GROUPS.runs.phase, "residency": vars(_residency()),
+            "report": GROUPS.report.describe()}
 
 
 def timeline():
@@ -66,8 +67,17 @@ def trace():
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
+def start_report():
+    """Start the report of this machine's devices in a process of its own. The workers end, so that it has the devices'
+    memory."""
+    GROUPS.stop()
+    GROUPS.report.start()
+
+
 def measure_again():
     """Measure the most recently used devices again, see Groups.measure_again."""
+    if GROUPS.report.is_running:
+        raise ConfigError("Wait for the report, or cancel it: it is still running.")
     run = GROUPS.runs.last
     GROUPS.measure_again((run and run.dtype) or "bfloat16")
 
@@ -179,15 +189,18 @@ def _run(run):
     if run is None:
         return None
     run.update_from_remote()
+    one = run.on_one_device if run.num_working > 1 else None
     plan = run.plan and {
-        "chosen": _estimate(run.plan.chosen, run.num_steps), "one_fits": run.plan.one.fits, "one_s": run.one_device_s,
+        "chosen": _estimate(run.plan.chosen, run.num_steps), "one_fits": run.plan.one.fits,
         "second": next((_estimate(other, run.num_steps) for other in run.plan.ordered
                         if other.degrees != run.plan.chosen.degrees), None)}
     return {"number": run.number, "prompt": run.prompt, "file": run.file, "devices": list(run.devices),
             "state": run.state, "error": run.error, "how": run.how, "kernels": run.backends,
             "why_no_plan": run.why_no_plan,
             "step": run.step, "steps": run.num_steps, "seconds": round(run.elapsed_s, 2),
-            "a_step": round(run.seconds_per_step, 4), "streamed": run.streamed_bytes, "plan": plan}
+            "a_step": round(run.seconds_per_step, 4), "streamed": run.streamed_bytes, "plan": plan,
+            "working": run.num_working,
+            "on_one": one and {"a_step": round(one.step_s, 4), "date": one.date}}
 
 
 def _estimate(one, num_steps):

@@ -12,7 +12,7 @@ from aiohttp import web
 from ....xdit_backend.config import ParallelConfig
 from ....xdit_backend.protocol.bounded_json import parse_json
 from ....xdit_backend.protocol.errors import XDiTError
-from ..workers.worker_groups import fitting_here
+from ..workers.worker_groups import GROUPS, fitting_here
 from . import panel
 from .graph_check import check_graph
 from .same_origin import add_checked
@@ -23,6 +23,9 @@ MAX_NAME = 100
 MAX_BODY_BYTES, MAX_BODY_VALUES = 2 ** 18, 2 ** 12
 MAX_NODES, MAX_PROMPT_BYTES, MAX_PROMPT_VALUES = 4096, 2 ** 22, 2 ** 17
 MAX_SETTING = 4096                         # characters of a setting: device names of a hundred machines
+PROMPT_RUNS = "Cancel the running prompt, or wait until it has finished."
+CONTENT_TYPES = {".json": "application/json", ".md": "text/plain; charset=utf-8", ".png": "image/png"}
+PROMPTS_S = 0.25                           # interval of looks for a prompt that begins during a report
 WATCHED_S = 1.0                            # interval of updates to an open panel
 
 
@@ -35,11 +38,13 @@ def add_routes(server, classes):
     of ComfyUI's socket, "open": bool}: while open, changes of the state are sent to that socket as "xdit.state". POST
     /xdit/fit {"settings": {field of ParallelConfig: value}} -> {"settings": those that differ in the closest config
     that can run here}. POST /xdit/do {"action": one of panel.ACTIONS} -> {}; status 409 while a prompt runs, or if the
-    action fails.
+    action fails. POST /xdit/report {"action": "start" or "cancel"} -> {}; status 409 while a prompt runs. A prompt that
+    begins ends the report. GET /xdit/report/NAME -> a file of the last report.
     """
     own = web.RouteTableDef()
     _add_questions(own, classes)
     _add_panel(own, server)
+    _add_report(own, server)
     add_checked(server.routes, own)
 
 
@@ -101,12 +106,53 @@ def _add_panel(routes, server):
         if not isinstance(body, dict) or body.keys() != {"action"} or body["action"] not in list(panel.ACTIONS):
             return _refuse(f'Send {{"action": one of {", ".join(panel.ACTIONS)}}}.')
         if server.prompt_queue.currently_running:
-            return _refuse("Cancel the running prompt, or wait until it has finished.", 409)
+            return _refuse(PROMPT_RUNS, 409)
         try:
             await asyncio.to_thread(panel.ACTIONS[body["action"]])
         except XDiTError as error:
             return _refuse(str(error), 409)
         return web.json_response({})
+
+
+def _add_report(routes, server):
+    """Add the routes that start and cancel a report of the devices and return its files."""
+    tasks = set()                          # asyncio itself has only weak references
+
+    @routes.post("/xdit/report")
+    async def answer_report(request):
+        body = await _body(request)
+        if not isinstance(body, dict) or body.keys() != {"action"} or body["action"] not in ("start", "cancel"):
+            return _refuse('Send {"action": "start" or "cancel"}.')
+        if body["action"] == "cancel":
+            GROUPS.report.cancel()
+            return web.json_response({})
+        if server.prompt_queue.currently_running:
+            return _refuse(PROMPT_RUNS, 409)
+        try:
+            await asyncio.to_thread(panel.start_report)
+        except (XDiTError, OSError) as error:
+            return _refuse(str(error), 409)
+        server.prompt_queue.set_flag("unload_models", True)    # ComfyUI's own models leave the devices' memory too
+        server.prompt_queue.set_flag("free_memory", True)
+        tasks.add(watching := asyncio.create_task(_end_for_prompts(server.prompt_queue)))
+        watching.add_done_callback(tasks.discard)
+        return web.json_response({})
+
+    @routes.get("/xdit/report/{name}")
+    async def answer_file(request):
+        path = GROUPS.report.path_of(request.match_info["name"])
+        if path is None or not path.is_file():
+            return _refuse("The last report has no file of this name.", 404)
+        return web.FileResponse(path, headers={"Content-Type": CONTENT_TYPES[path.suffix],
+                                               "X-Content-Type-Options": "nosniff"})
+
+
+async def _end_for_prompts(prompt_queue):
+    """End the report as soon as any prompt begins, which needs the devices."""
+    while GROUPS.report.is_running:
+        if prompt_queue.currently_running:
+            GROUPS.report.cancel("prompt")
+        await asyncio.sleep(PROMPTS_S)
 
 
 class PanelUpdates:

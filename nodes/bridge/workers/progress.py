@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from comfy_execution.utils import get_executing_context
 
+from ....xdit_backend.host.measured_runs import MeasuredRun
 from ....xdit_backend.protocol.messages import JOINING, STARTING, TRYING_LINKS, Span
 
 SHOWN_S = 1.0                              # minimum between two updates of the node's text
@@ -40,7 +41,8 @@ class Run:
     why_no_plan: str = ""                  # see Estimates.why_none
     prompt: str = ""                       # id of ComfyUI's prompt
     plan: object = None
-    one_device_s: float | None = None      # measured seconds of such a run on one device
+    on_one_device: MeasuredRun | None = None               # measurement of such a run on one device
+    num_working: int = 1                   # devices that compute
     spans: dict[tuple, list[Span]] = field(default_factory=dict)       # (devices, rank) -> its spans
     requested_s: dict[tuple, float] = field(default_factory=dict)      # devices -> time of the last request for spans
 
@@ -82,7 +84,8 @@ class Run:
         """Copy the description of the split and the Plan once the RemoteModel has chosen them."""
         if self.remote is not None and self.remote.how is not None:
             self.how, self.plan = self.remote.how, self.remote.estimates.plan
-            self.one_device_s = self.remote.estimates.one_device_s
+            self.num_working = self.remote.estimates.num_working
+            self.on_one_device = self.remote.estimates.on_one_device
             self.streamed_bytes = self.remote.memory.streamed_bytes
 
 

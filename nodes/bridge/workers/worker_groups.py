@@ -17,8 +17,11 @@ from comfy_execution.utils import get_executing_context
 from ....xdit_backend.config import ParallelConfig, fitting, validate
 from ....xdit_backend.host import machine_profiles
 from ....xdit_backend.host.client import Client
+from ....xdit_backend.host.compile_times import CompileTimes
 from ....xdit_backend.host.local_supervisor import local_supervisor
+from ....xdit_backend.host.measured_runs import MeasuredRuns
 from ....xdit_backend.host.preflight import num_cuda_devices
+from ....xdit_backend.host.report_process import ReportProcess
 from ....xdit_backend.host.torchrun import environment_of
 from ....xdit_backend.memory.system_memory import available_memory
 from ....xdit_backend.multi_node.listener import Listener, own_addresses, read_address
@@ -122,11 +125,16 @@ class Groups:
         self._listener = None                                  # for other machines; None until it is needed
         self._supervisor = local_supervisor()
         self._is_watched = False                               # whether the idle-timeout thread runs
-        self.runs = Runs()
+        self.runs, self.measured = Runs(), MeasuredRuns(_measured_folder)
+        self.compile_times = CompileTimes(_measured_folder)
+        self.report = ReportProcess(lambda: os.path.join(_measured_folder(), "reports"))
 
     def client(self, devices):
-        """Return the Client for these devices. Its workers start on first use."""
+        """Return the Client for these devices. Its workers start on first use. A report that uses the devices ends."""
         devices = tuple(devices)
+        if self.report.is_running:
+            show_text("ending the check of the devices, which uses their memory")
+            self.report.end("prompt")
         client = self._clients.pop(devices, None)
         if client is None:
             self._end_others(devices)
@@ -196,7 +204,7 @@ class Groups:
     def measure_again(self, dtype):
         """Measure the most recently used devices again, or those of a default ParallelConfig. Returns their names."""
         devices = self.clients[-1].devices if self._clients else devices_of(ParallelConfig())
-        if len(devices) < 2:
+        if len(devices) < 2 and not own_name(devices[0]).startswith("cuda"):           # a GPU has several operators
             raise ConfigError("Set several devices in xDiT Parallel Config and run once: there is nothing to measure, "
                               f"as only {devices[0]} is used.")
         self._know(devices, dtype, self._measure(devices, dtype))

@@ -426,3 +426,32 @@ def test_the_rate_of_weights_that_come_is_what_came_in_a_step(page, host, after_
     assert held == pytest.approx(stay, rel=0.05) and streamed == pytest.approx(come, rel=0.01)
     rounded = 0.05e9 if rate >= 1e8 else 0.5e6
     assert abs(rate - come / step_s) < rounded + 0.1 * rate
+
+
+@pytest.mark.slow
+def test_a_run_is_measured_on_one_device_and_compared(page, host, after_a_run):
+    """The button queues the prompt of the run on one device; runs on both are then compared with it."""
+    number = int(page.locator(".xdit-panel dl").get_attribute("data-run"))
+    before = len(host.get("/history"))
+    page.locator("[data-action=one_device]").click()
+    page.wait_for_function("number => Number(document.querySelector('.xdit-panel dl')?.dataset.run) > number",
+                           arg=number, timeout=120_000)
+    wait_for_run(page, "done")
+    wait_for_an_empty_queue(page)
+    alone = host.get("/xdit/state")["run"]
+    queue(page, 21)
+    page.wait_for_selector("dl[data-state=done] [data-fact=run_on_one]:not(:has(button))", timeout=120_000)
+    shown, run = page.text_content("[data-fact=run_on_one]"), host.get("/xdit/state")["run"]
+    node = page.evaluate("""() => app.graph.nodes.find(node => node.type === "XDiTParallelSampler").widgets
+        .find(widget => widget.name === "$$node-text-preview").value""")
+
+    assert alone["devices"] == ["cpu"] and alone["steps"] == STEPS and alone["on_one"] is None
+    assert len(host.get("/history")) == before + 2
+    assert run["on_one"]["a_step"] == pytest.approx(alone["a_step"], abs=1e-4) and run["working"] == 2
+    faster = run["on_one"]["a_step"] / run["a_step"]
+    assert re.fullmatch(rf"[\d.]+ s a step, measured here on {run['on_one']['date']}; this run: ([\d.]+) times as fast",
+                        shown)
+    assert float(shown.split()[-4]) == pytest.approx(faster, abs=0.06)
+    assert f"; {faster:.1f}x one device, measured here on {run['on_one']['date']}" in node
+    stored = json.loads((host.log.parent / "user" / "xdit" / "measured.json").read_text())["runs"]
+    assert [entry["layout"] for entry in stored if entry["gpus"] == [entry["gpus"][0]]] == ["one device"]

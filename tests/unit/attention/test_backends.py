@@ -164,22 +164,87 @@ def parallel(rank, world_size, folder, name, ring, ulysses, mutant):
     if mutant:                                                  # as if the package's were of base 2
         plain = sequence_parallel.attend_with_lse
         sequence_parallel.attend_with_lse = lambda *args: (lambda out, lse: (out, lse / 0.6931))(*plain(*args))
-    use = BackendUse(name, True)
+    use = BackendUse(fastest=FASTEST) if name == "auto" else BackendUse(name, True)
     out = usp_attention(q[:, :, mine], k[:, :, mine], v[:, :, mine], Attention(sizes, backend=use),
                         build_mesh(Layout(ring_degree=ring, ulysses_degree=ulysses), world_size), Traffic())
     return (out - whole[:, :, mine]).abs().max().item(), dict(use.counts)
 
 
 @pytest.mark.parametrize("name, ring, ulysses", [("flash", 1, 2), ("sage", 2, 1), ("xformers", 2, 2), ("flash3", 4, 1),
-                                                ("comfy_kitchen_int8", 1, 2)])
+                                                ("comfy_kitchen_int8", 1, 2), ("auto", 1, 2), ("auto", 2, 1)])
 def test_methods_attend_by_the_kernel(tmp_path, name, ring, ulysses):
     kernel_packages.write(tmp_path)
     for error, counts in run_ranks(parallel, ring * ulysses, tmp_path, name, ring, ulysses, False):
         within(error, 1e-10)
-        assert counts == {name: ring}
+        expected = name if name != "auto" else FASTEST["64 1024 lse" if ring > 1 else "64 1024"]
+        assert counts == {expected: ring}
 
 
 def test_a_wrong_log_sum_exp_would_show(tmp_path):
     kernel_packages.write(tmp_path)
 
     assert max(error for error, _ in run_ranks(parallel, 2, tmp_path, "sage", 2, 1, True)) > 1e-3
+
+
+FASTEST = {"64 1024": "flash", "64 1024 lse": "flash3", "128 1024": "sdpa", "128 1024 lse": "xformers"}
+
+
+def test_auto_runs_the_operator_that_was_chosen_for_the_size_and_the_need(installed):
+    """In float64 to 1e-10, as each operator alone."""
+    use = BackendUse(fastest=FASTEST)
+    for size, expected in ((64, "flash"), (128, "sdpa"), (40, "sdpa")):
+        q, k, v = tensors(2, 4, 2, 9, 11, size)
+        use.counts.clear()
+        within((attend(q, k, v, use) - reference(q, k, v)).abs().max(), 1e-10, expected)
+        assert dict(use.counts) == {expected: 1}
+    for size, expected in ((64, "flash3"), (128, "xformers"), (40, "sdpa")):
+        q, k, v = tensors(2, 4, 4, 9, 11, size)
+        use.counts.clear()
+        if expected == "sdpa":                                 # torch's own operators have no CUDA here
+            assert backends._by_fastest(q, k, v, use, None, True) is None
+            continue
+        out, lse = attend_with_lse(q, k, v, use)
+        scores = q @ k.transpose(2, 3) * size ** -0.5
+        within((out - reference(q, k, v)).abs().max(), 1e-10, expected)
+        within((lse[..., 0] - scores.logsumexp(-1)).abs().max(), 1e-10, expected)
+        assert dict(use.counts) == {expected: 1}
+
+
+def test_auto_leaves_masked_and_causal_calls_to_torch(installed):
+    use, (q, k, v) = BackendUse(fastest=FASTEST), tensors(1, 2, 2, 8, 8, 64)
+    mask = torch.arange(8) < 5
+
+    masked, causal = attend(q, k, v, use, mask[None, None, None]), attend(q, k, v, use, is_causal=True)
+
+    within((masked - reference(q, k, v, mask=mask[None, None, None])).abs().max(), 1e-10)
+    within((causal - F.scaled_dot_product_attention(q, k, v, is_causal=True)).abs().max(), 1e-10)
+    assert dict(use.counts) == {"sdpa": 2}
+
+
+def test_an_operator_that_fails_is_replaced_by_torch_and_not_tried_again(installed, caplog, monkeypatch):
+    calls = []
+
+    def fails(*arguments):
+        calls.append(arguments)
+        raise RuntimeError("no execution plan")
+    monkeypatch.setitem(BACKENDS, "flash", backends.replace(BACKENDS["flash"], call=fails))
+    use, (q, k, v) = BackendUse(fastest=FASTEST), tensors(1, 2, 2, 8, 8, 64)
+
+    for _ in range(2):
+        within((attend(q, k, v, use) - reference(q, k, v)).abs().max(), 1e-10)
+    assert len(calls) == 1 and dict(use.counts) == {"sdpa": 2} and "no execution plan" in caplog.text
+
+
+def test_auto_does_not_hide_a_lack_of_memory(installed, monkeypatch):
+    def fails(*arguments):
+        raise torch.OutOfMemoryError("out of memory")
+    monkeypatch.setitem(BACKENDS, "flash", backends.replace(BACKENDS["flash"], call=fails))
+
+    with pytest.raises(torch.OutOfMemoryError):
+        attend(*tensors(1, 2, 2, 8, 8, 64), BackendUse(fastest=FASTEST))
+
+
+@pytest.mark.parametrize("fastest", [{"64 1024": "sage"}, {"64 1024": "comfy_kitchen_int8"}, {"64 1024": 1}], ids=str)
+def test_a_message_cannot_name_an_operator_that_rounds(fastest):
+    with pytest.raises(ValueError, match="fastest"):
+        BackendChoice(fastest=fastest)

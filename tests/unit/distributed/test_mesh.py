@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tests.support.ranks import run_ranks
 from xdit_backend.distributed import mesh
 from xdit_backend.distributed.mesh import AXES, backend_for, build_mesh, group_options, group_timeout, make_group
+from xdit_backend.host import preflight, torchrun
 from xdit_backend.protocol.errors import ConfigError, WorkerStartError
 from xdit_backend.protocol.specs import Layout
 
@@ -205,6 +206,28 @@ def test_a_rank_in_none_of_the_groups_has_none():
     (("cuda:1",), True, "gloo"), (("cpu", "cpu"), True, "gloo"), (("cpu",), True, "gloo")])
 def test_nccl_joins_cuda_devices_apart_where_torch_has_it(devices, has_nccl, backend):
     assert backend_for(devices, has_nccl) == backend
+
+
+@pytest.mark.parametrize("devices, backend", [
+    (("cuda:0", "cuda:0"), "nccl"), (("cuda:0", "cuda:0", "cuda:1"), "nccl"), (("cuda:0", "cuda:1"), "nccl"),
+    (("cuda:0",), "gloo"), (("cpu", "cpu"), "gloo"), (("cuda:0", "cpu", "cuda:0"), "gloo"),
+    (("cuda:0", "cuda:0", "other-pc/cuda:0"), "gloo")])
+def test_a_switch_has_nccl_join_ranks_that_share_a_gpu(monkeypatch, devices, backend):
+    """The worker, the host's attempts without peer-to-peer copies, and the environment follow it."""
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setenv("LD_PRELOAD", "libnccl.so.2")
+    for value in ("1", "0"):
+        monkeypatch.setenv("XDIT_NCCL_ON_ONE_GPU", value)
+        usual = "gloo" if len(set(devices)) < len(devices) else backend
+        expected, environment = backend if value == "1" else usual, torchrun.environment_of(devices)
+        is_shared = expected == "nccl" and len(set(devices)) < len(devices)
+        assert backend_for(devices, True) == expected and backend_for(devices, False) == "gloo"
+        assert len(preflight.fallbacks(devices, {})) == (3 if expected == "nccl" else 1)
+        assert (environment.get("NCCL_MULTI_RANK_GPU_ENABLE"), environment.get("LD_PRELOAD")) == (
+            ("1", "libnccl.so.2") if is_shared else (None, None))
+        if usual == "gloo" and expected == "gloo" and devices[0] == "cuda:0" and len(devices) > 1:
+            with pytest.raises(WorkerStartError, match="which workers on"):
+                backend_for(devices, True, "nccl")
 
 
 @pytest.mark.parametrize("devices, requested, usable", [

@@ -165,6 +165,30 @@ def test_products_with_each_format_are_timed_and_the_forecast_reads_them(monkeyp
     within(device.product_s(mixed, 1e12) - (0.25 + 0.0625 + 0.25), 1e-12)
 
 
+def test_exact_operators_are_timed_for_each_size_and_broken_ones_are_left_out(tmp_path, monkeypatch):
+    """Torch's own have no CUDA here, and are left out as broken ones are."""
+    for module in (backends, device_probe):
+        monkeypatch.setattr(module, "capability_of", lambda device: kernel_packages.HOPPER)
+    for name, value in {"ROUNDS": 1, "MIN_S": 0.0, "OPERATOR_KEYS": (8, 16)}.items():
+        monkeypatch.setattr(device_probe, name, value)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    broken = {"flash_attn_interface.py": "raise ImportError('built for another torch')"}
+    kernel_packages.use(kernel_packages.write(tmp_path, **broken), exact=False)
+    try:
+        numbers = device_probe.measure_operators(torch.device("cpu"), torch.bfloat16)
+    finally:
+        kernel_packages.forget()
+
+    assert set(numbers) == {f"operator {name} {head} {keys}" for name in ("sdpa", "flash", "xformers")
+                            for head in (64, 128) for keys in (8, 16)}
+    assert all(value > 0 for value in numbers.values())
+
+
+def test_cpus_have_one_operator():
+    assert device_probe.measure_operators(torch.device("cpu"), torch.float32) == {}
+
+
 def test_packages_are_timed_beside_torchs_own_attention_and_the_forecast_reads_them(tmp_path, monkeypatch):
     monkeypatch.setattr(backends, "capability_of", backends.capability_of)
     monkeypatch.setattr(sys, "path", list(sys.path))

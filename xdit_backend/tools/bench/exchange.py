@@ -20,6 +20,7 @@ from ... import system
 from ...distributed.collectives import RingExchange, Traffic, on_wire
 from ...distributed.mesh import make_group
 from ...distributed.shared_memory.process_group import BACKEND, register
+from ...protocol.devices import can_use_nccl
 from ...protocol.errors import ConfigError
 from .worker_groups import count_cuda, devices_of
 
@@ -62,7 +63,7 @@ def run(rank, devices, folder, options):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=len(devices),
                             timeout=TIMEOUT)
     transports = {"gloo": dist.group.WORLD, BACKEND: make_group([every], backend=BACKEND)}
-    if device.type == "cuda" and len(set(devices)) == len(devices) and dist.is_nccl_available():
+    if can_use_nccl(devices) and dist.is_nccl_available():
         transports["nccl"] = make_group([every], backend="nccl")
     if rank == 0:
         print(f"{len(devices)} ranks on {', '.join(dict.fromkeys(devices))}; ms of an exchange, minimum and median of "

@@ -10,10 +10,13 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
+from ...checkpoints.checkpoint import open_checkpoint
+from ...demo_model.autoencoder import CHANNELS, SIDE
+from ...demo_model.text import WEIGHTS
 from ...demo_model.transformer import shifted_sigmas
 from ...host import logs
 from ...host.autoencoders import Autoencoder
-from ...host.calls import ForwardPass
+from ...host.calls import Call, ForwardPass
 from ...partition import cut_patches
 from ...planner.planner import warmup_layout
 from ...protocol.errors import WorkerDiedError, XDiTError
@@ -29,7 +32,7 @@ TOLERANCE = 1e-3               # float32, relative to the largest value; convolu
 LEAST_DB = 20.0                # PSNR of stale keys and values to one device, by which naive patches fail
 DEMO_STEPS, DEMO_PROMPTS = 12, 4
 VAE_PIXELS, VAE_WIDTH = 256, 32
-DEMO_VAE = quality.WEIGHTS / "vae" / "xdit_demo_vae.safetensors"
+DEMO_VAE = WEIGHTS / "vae" / "xdit_demo_vae.safetensors"
 COMMAND = "python -m xdit_backend report --no-times --only"
 
 
@@ -60,6 +63,11 @@ def layouts_of(num_devices):
 
 def layout_of(degrees):
     return Layout(**{f"{method}_degree": degree for method, degree in degrees.items()})
+
+
+def stages_of(degrees):
+    """The Stages of degrees with PipeFusion: each has the ranks of Ulysses, Ring and tensor parallelism."""
+    return Stages(degrees["pipefusion"], math.prod(degrees.get(method, 1) for method in ("ulysses", "ring", "tensor")))
 
 
 def planned_checks(clients, folder):
@@ -112,7 +120,7 @@ def difference(clients, subject, degrees, many):
     """Largest difference of a method's predictions from one device's, relative to the largest value."""
     layout, is_staged = layout_of(degrees), degrees.get("pipefusion", 1) > 1
     calls = subject.batch(degrees.get("data", 1))
-    stages = Stages(degrees["pipefusion"], degrees.get("ulysses", 1) * degrees.get("ring", 1)) if is_staged else None
+    stages = stages_of(degrees) if is_staged else None
     spec = subject.spec(stages, degrees.get("tensor", 1))
     forward = ForwardPass(keep=degrees.get("displaced", 1) > 1, displaced_mode="full_sync")
     if is_staged:
@@ -142,15 +150,15 @@ def relative(got, wanted):
 def stale_difference(clients, method, many):
     """Raise WrongResultError if images of the demo model with stale keys and values are far from one device's."""
     count = 2 if many % 2 == 0 else many
-    checkpoint = quality.open_checkpoint(str(quality.DEMO))
-    family, shape = checkpoint.family, (1, quality.CHANNELS, quality.SIDE, quality.SIDE)
+    checkpoint = open_checkpoint(str(quality.DEMO))
+    family, shape = checkpoint.family, (1, CHANNELS, SIDE, SIDE)
     prompts = quality.load_recogniser()[2][:DEMO_PROMPTS]
     sampling = Sampling(shifted_sigmas(DEMO_STEPS).tolist(), 3.0)
 
     def generate(client, spec, requested):
         noise = quality.noise_of(range(len(prompts)))
-        call = quality.Call(noise, torch.zeros(1), quality.conditioning_of(family, prompts))
-        latent = sample(client, Model(spec, quality.CHANNELS, family.time_scale), call, sampling, requested)
+        call = Call(noise, torch.zeros(1), quality.conditioning_of(family, prompts))
+        latent = sample(client, Model(spec, CHANNELS, family.time_scale), call, sampling, requested)
         client.end_run()
         return quality.decode(latent)
 
@@ -185,7 +193,7 @@ def vae_difference(clients, what, many):
 
         def run(client):
             return client.autoencoders.encode(Autoencoder("encoder", "float32", lambda: tensors), image,
-                                              (1, quality.CHANNELS, side, side))
+                                              (1, CHANNELS, side, side))
     return relative([run(clients[many])], [run(clients[1])])
 
 

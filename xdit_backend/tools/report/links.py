@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ... import system
-from ...host.torchrun import ROOT
+from ...host.supervisor import ROOT
+from ...protocol.devices import can_use_nccl
 from ...protocol.errors import XDiTError
 from .results import LinkTime, statistics_of
 
@@ -29,19 +30,15 @@ class LinkError(XDiTError):
 
 
 def backends_of(devices):
-    """Backends of torch.distributed for these devices: NCCL only where each GPU has one rank."""
-    cuda = all(device.startswith("cuda") for device in devices) and len(set(devices)) == len(devices)
-    return [*(["nccl"] if cuda and dist.is_nccl_available() else []), "gloo"]
+    """Backends of torch.distributed for these devices."""
+    return [*(["nccl"] if can_use_nccl(devices) and dist.is_nccl_available() else []), "gloo"]
 
 
 def measure_links(devices, backend):
     """[LinkTime] of every collective and size. Raises LinkError."""
     with tempfile.TemporaryDirectory(prefix="xdit-report-") as folder:
         job = {"devices": list(devices), "backend": backend, "store": f"{folder}/store"}
-        environment = {"GLOO_SOCKET_IFNAME": system.loopback()} | os.environ
-        processes = [subprocess.Popen([sys.executable, "-m", __name__, json.dumps(job | {"rank": rank})], cwd=ROOT,
-                                      env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-                     for rank in range(len(devices))]
+        processes = [_start(job | {"rank": rank}) for rank in range(len(devices))]
         try:
             deadline_s, outputs = time.monotonic() + TIMEOUT_S, []
             for rank, process in enumerate(processes):
@@ -59,6 +56,13 @@ def measure_links(devices, backend):
                 process.wait()
     return [LinkTime(backend, collective, num_bytes, statistics_of(seconds))
             for collective, num_bytes, seconds in json.loads(outputs[0][0])]
+
+
+def _start(job):
+    command, variables = system.python_program(__name__, json.dumps(job))
+    environment = {"GLOO_SOCKET_IFNAME": system.loopback()} | os.environ | variables | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True)
 
 
 def main(job):

@@ -6,6 +6,7 @@ estimates. The report is written as a JSON file, a Markdown page and a chart. It
 user, host, path or serial number.
 """
 
+import argparse
 import contextlib
 import datetime
 import os
@@ -23,7 +24,7 @@ from ...host.torchrun import ROOT
 from ...protocol.devices import resolve_devices
 from ...protocol.errors import ConfigError, XDiTError
 from ..bench.worker_groups import start_clients
-from . import document, results
+from . import document, for_panel, results
 from .checks import planned_checks, run_check
 from .links import backends_of, measure_links
 from .machine_facts import machine_facts, notes_of
@@ -41,6 +42,8 @@ def add_arguments(parser):
     parser.add_argument("--only", metavar="CHECK", default="", help="run only the checks whose names begin so, such as "
                                                                     '"Flux.1 ring2"')
     parser.add_argument("--no-times", action="store_true", help="check only")
+    parser.add_argument("--no-checks", action="store_true", help="time only")
+    parser.add_argument("--for-panel", action="store_true", help=argparse.SUPPRESS)      # see for_panel.py
     parser.add_argument("--folder", type=Path, default=Path(), help="folder of the report's files")
 
 
@@ -50,7 +53,10 @@ def main(options):
         devices *= 2                                           # two workers share it: methods are checked all the same
     if options.minutes <= 0:
         raise ConfigError(f"Use a positive number for --minutes: it is {options.minutes:g}.")
-    report = make(devices, options, Progress(60 * options.minutes))
+    progress = Progress(60 * options.minutes)
+    if options.for_panel:
+        return for_panel.make_for_panel(lambda: make(devices, options, progress), progress, options.folder)
+    report = make(devices, options, progress)
     if options.only:
         for check in report.checks:
             print(f"{'passed' if check.passed else 'FAILED'}  {check.name}  {check.message}")
@@ -68,6 +74,7 @@ class Progress:
 
     def __init__(self, seconds, write=sys.stderr.write):
         self._start_s, self._seconds, self._write = time.monotonic(), seconds, write
+        self.show = self._show_in_line                         # show(text)
 
     @property
     def elapsed_s(self):
@@ -77,7 +84,7 @@ class Progress:
     def left_s(self):
         return max(0.0, self._seconds - self.elapsed_s)
 
-    def show(self, text):
+    def _show_in_line(self, text):
         minutes, seconds = divmod(round(self.left_s), 60)
         self._write(f"\rat most {minutes}:{seconds:02} left: {text}"[:100].ljust(100))
 
@@ -110,8 +117,9 @@ def _fill(found, devices, options, folder, progress, ending):
     clients = start_clients({1, len(devices)}, num_cuda_devices() if devices[0].startswith("cuda") else 0)
     for client in clients.values():
         ending.callback(client.close)
-    planned = [check for check in planned_checks(clients, folder) if check.name.startswith(options.only)]
-    if not planned:
+    planned = [check for check in planned_checks(clients, folder) if check.name.startswith(options.only)
+               and not options.no_checks]
+    if not planned and not options.no_checks:
         raise ConfigError(f'Use --only with the beginning of a check\'s name: none begins with "{options.only}".')
     for index, check in enumerate(planned):
         progress.show(f"check {index + 1} of {len(planned)}: {check.name}")

@@ -15,12 +15,11 @@ from ...partition import cut_patches
 from ...planner.cost_model import Degrees
 from ...planner.layout_search import estimate
 from ...planner.planner import choose_num_patches, plan_run
-from ...protocol.specs import Stages
 from ..bench.pipefusion import run
 from ..bench.sampler import Method
 from ..dry_run.commands import Run
 from ..dry_run.simulated_rank import count
-from .checks import layout_of
+from .checks import layout_of, stages_of
 from .results import Timing, statistics_of
 from .subjects import cut_subject, unet_subject
 
@@ -110,7 +109,7 @@ def ways_of(subject, clients):
 def _way(subject, name, degrees, client):
     layout, stages, forward = layout_of(degrees), None, ForwardPass()
     if degrees.get("pipefusion", 1) > 1:
-        stages = Stages(degrees["pipefusion"], degrees.get("ulysses", 1) * degrees.get("ring", 1))
+        stages = stages_of(degrees)
     spec = subject.spec(stages, degrees.get("tensor", 1))
     if degrees.get("displaced", 1) > 1:
         forward = ForwardPass(keep=True, stale=True)

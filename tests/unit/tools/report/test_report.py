@@ -250,7 +250,7 @@ def test_the_command_checks_writes_and_ends_with_what_failed(tmp_path):
 
 
 def test_a_check_that_does_not_exist_is_named():
-    options = SimpleNamespace(only="nothing", no_times=True)
+    options = SimpleNamespace(only="nothing", no_times=True, no_checks=False)
 
     with pytest.raises(ConfigError, match='none begins with "nothing"'):
         make(("cpu", "cpu"), options, Progress(60, lambda text: None))
@@ -265,3 +265,11 @@ def test_a_whole_report_is_written_in_its_time(tmp_path):
     assert result.returncode == 0, result.stderr
     report = results.read_report(next(tmp_path.glob("*.json")))
     assert not report.failed and {timing.model for timing in report.timings} and len(report.links) == 6
+
+
+def test_a_stage_has_the_ranks_of_the_other_methods():
+    """With a tensor degree too: the four workers of a product have two of each stage's blocks."""
+    found = [checks.stages_of({"pipefusion": 2} | others).sequence_degree
+             for others in ({}, {"tensor": 2}, {"ring": 2}, {"ulysses": 2, "tensor": 2}, {"cfg": 2})]
+
+    assert found == [1, 2, 2, 4, 1]
