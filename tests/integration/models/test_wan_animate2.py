@@ -16,7 +16,7 @@ from xdit_backend.models import FAMILIES
 KIND, FAMILY = "wan-animate-2", FAMILIES["Wan Animate 2"]
 TOLERANCE = 2e-5                           # relative, float32
 ABLE = {name: layout for name, layout in LAYOUTS.items() if takes(FAMILY, layout[1])} | {
-    "ulysses2-tensor2": ("cpu,cpu,cpu,cpu", {"ulysses": 2, "tensor": 2})}
+    "cfg2-ulysses2": ("cpu,cpu,cpu,cpu", {"cfg": 2, "ulysses": 2})}
 POSE = {"reference_image": image(4, *ODD), "pose_video": image(3, *ODD, frames=9),
         "clip_vision_output": clip_vision(5)}
 # each changes the result
