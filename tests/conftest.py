@@ -210,6 +210,7 @@ def pytest_collection_modifyitems(config, items):
     ordering.arrange(items, config.option.order, config.option.order_seed)
 
     tiers.mark(items)
+    tiers.skip_lacking(items)
     slow_tier.select(config, items)
     tiers.count_left_out(config, items)
     windows.skip(items)

@@ -131,7 +131,9 @@ function forget(id) {
   const store = document.querySelector("#vue-app")?.__vue_app__?.config.globalProperties.$pinia?._s.get("executionError");
   if (!store?.lastNodeErrors?.[id]) return;
   const { [id]: _, ...rest } = store.lastNodeErrors;
-  store.lastNodeErrors = Object.keys(rest).length ? rest : null;
+  const left = Object.keys(rest).length ? rest : null;
+  if (store.recordNodeErrors) store.recordNodeErrors(left);    // newer pages compute lastNodeErrors
+  else store.lastNodeErrors = left;
 }
 
 /** Add a button to xDiT Parallel Config until it is pressed or a run starts. It is not a setting and not saved. */

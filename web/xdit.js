@@ -66,12 +66,14 @@ async function replace(result, done, found = {}) {
     const open = app.extensionManager.workflow.activeWorkflow;
     const history = open.changeTracker;
     history.captureCanvasState();
+    const before = history.activeState;
     history._restoringState = true;        // otherwise loading clears the history, as when a file is opened
     try {
       await app.loadGraphData(workflow, false, false, open, { silentAssetErrors: true });
       await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));     // slots of type * resolve their types
     } finally {
       history._restoringState = false;
+      history.activeState = before;        // newer pages have taken the new workflow for the last one known
     }
     history.captureCanvasState();
   }

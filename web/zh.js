@@ -251,6 +251,8 @@ export const ZH = {
     "请使用 {0} 像素整数倍的宽度和高度：此 Chroma Radiance 文件不接受其他尺寸，而图像为 {1} x {2}。",
   "Use one node that makes the reference image and the latent with the same width and height: the reference has {} x {}, and this latent needs {} x {}.":
     "请用同一个节点生成宽高相同的参考图像和 latent：参考图像为 {0} x {1}，而此 latent 需要 {2} x {3}。",
+  "Use one WanAnimate2ToVideo for the pose video and the latent: this latent needs a pose of {} latent frames, rows and columns, and the pose has {}.":
+    "请用同一个 WanAnimate2ToVideo 生成姿态视频和 latent：此 latent 需要帧数、行数和列数为 {0} 的姿态 latent，而给定的姿态为 {1}。",
   "Remove the noise mask, or use Load Diffusion Model: with a noise mask, each frame of this model has its own timestep, which xDiT does not support for Wan Fun-Control.":
     "请移除噪声遮罩，或使用“UNet加载器”：有噪声遮罩时，此模型的每一帧都有自己的时间步，xDiT 对 Wan Fun-Control 不支持这一点。",
   "Make a video of 5 frames or more, or set pipefusion_degree to 1: the reference image of Wan Fun-Control is an additional frame of the video, so that a video of one frame cannot be cut into rows.":

@@ -166,6 +166,10 @@ class ComfyUI:
                 latent = made[name][:, :families()[kind].num_channels(self.transformer_config(kind))]
                 latent = latent if latent.ndim == 5 else latent[:, :, None]        # of Fun's, ComfyUI takes one frame
                 options[of_image] = [latent] if name == "reference_latent" else latent
+        if "context_pose" in made:
+            options |= {"cross_attn_pose": made["context_pose"], **{name: made[name].item() for name in (
+                "pose_strength", "reference_strength")}, **{f"clip_vision_output{of}": SimpleNamespace(
+                    penultimate_hidden_states=made[f"clip_fea{of}"]) for of in ("", "_pose")}}
         options |= {f"{of}_mask_28ch": made[name].movedim(2, 1)
                     for name, of in (("ref_mask_latents", "ref"), ("sam_latents", "driving")) if name in made}
         if "lyric_embed" in made:                              # and sound to sing like, or none

@@ -21,19 +21,21 @@ from tests.support.compare_single_device import (
     layouts_on,
     words,
 )
+from tests.support.model_zoo import lacks_module
 from tests.support.tolerances import within
 from xdit_backend.models import FAMILIES
 from xdit_backend.parallel import tensor_parallel
 from xdit_backend.protocol.specs import Layout
 
 NUM_PRODUCTS = 16
+NAMES = [name for name, family in FAMILIES.items() if not lacks_module(family)]      # of which ComfyUI has the class
 TENSOR = Layout(tensor_degree=4), Layout(data_degree=2, tensor_degree=2)
 
 
 def pytest_generate_tests(metafunc):
     """Every family with each method that it can have; one of them, drawn, is in the smoke test."""
     seed, rows = metafunc.config.option.smoke_seed, []
-    for name in FAMILIES:
+    for name in NAMES:
         layouts = layouts_of(name, 1)
         drawn = random.Random(f"{seed} {name}").choice(layouts)
         rows += [pytest.param(name, layout, marks=[pytest.mark.smoke] if layout == drawn else [],
@@ -62,7 +64,7 @@ def test_a_step_of_two_ranks_equals_one_device(errors, name, layout):
 @pytest.mark.slow
 def test_a_step_whose_weights_come_from_host_memory_equals_one_device_under_every_method(tmp_path):
     """Of every family, with as few of them on the device as can be; PipeFusion's stages of two blocks keep theirs."""
-    requested = [(name, layout) for name, family in FAMILIES.items() if not family.plan.is_unet
+    requested = [(name, layout) for name in NAMES if not FAMILIES[name].plan.is_unet
              for layout in layouts_of(name, 1)]
     wrong = {f"{name}, {words(layout)}": error
              for (name, layout), error in errors_of(requested, tmp_path, 2, weights_memory=1).items()
@@ -74,7 +76,7 @@ def test_a_step_whose_weights_come_from_host_memory_equals_one_device_under_ever
 def test_steps_under_products_of_two_methods_that_are_drawn_equal_one_device(request, tmp_path):
     """One of two branches whose texts are unlike in length, and one of such that are alike in that alone."""
     seed = request.config.option.smoke_seed
-    every = [(name, layout) for name in FAMILIES for layout in layouts_of(name, 2)]
+    every = [(name, layout) for name in NAMES for layout in layouts_of(name, 2)]
     requested = random.Random(seed).sample(every, NUM_PRODUCTS)
 
     assert not wrong_of(requested, tmp_path, 4, (7, 9, 7), seed)
@@ -91,7 +93,7 @@ def wrong_of(requested, folder, world_size, texts, seed):
 def test_steps_of_sampled_families_under_tensor_parallelism_of_four_ranks_equal_one_device(request, tmp_path, product):
     """Shards of a quarter of the weights, and shards of half of them with images split across two such groups."""
     seed = request.config.option.smoke_seed
-    able = [name for name in FAMILIES if can_run(name, product)]
+    able = [name for name in NAMES if can_run(name, product)]
     assert able
 
     requested = [(name, product) for name in random.Random(f"{seed} {words(product)}").sample(able, 3)]
@@ -129,6 +131,6 @@ def test_every_layout_of_four_devices_equals_one_device(request, tmp_path, name)
 @pytest.mark.slow
 def test_sampled_layouts_of_eight_devices_equal_one_device(request, tmp_path):
     seed = request.config.option.smoke_seed
-    every = [(name, layout) for name in FAMILIES for layout in layouts_on(name, 8)]
+    every = [(name, layout) for name in NAMES for layout in layouts_on(name, 8)]
 
     assert not wrong_of(random.Random(seed).sample(every, NUM_PRODUCTS), tmp_path, 8, (7, 9, 7), seed)

@@ -37,8 +37,8 @@ PUBLISHED = {"Anima": {"_conditioner": FAMILIES["Anima"].test_config.config["_co
                  {"norm_num_groups": 32} if "norm_num_groups" in UNETS[name] else {"num_attention_heads": (1, 1, 1)})
                 for name in UNETS},
              # nor a file of Wan: that heads are of 128
-             **dict.fromkeys(("Wan Camera", "Wan HuMo", "Wan Animate", "Wan SCAIL", "Wan SCAIL-2", "Wan S2V",
-                              "WanDancer", "Wan Fun-Control"),
+             **dict.fromkeys(("Wan Camera", "Wan HuMo", "Wan Animate", "Wan Animate 2", "Wan SCAIL", "Wan SCAIL-2",
+                              "Wan S2V", "WanDancer", "Wan Fun-Control"),
                              {"dim": 256, "num_heads": 2})}
 # what diffusers saves of LTX-2's positions only where a pipeline has said so
 SAID = {"LTX-2": {"rope_type": "split", "rope_double_precision": True, "cross_attn_timestep_scale_multiplier": 1000}}

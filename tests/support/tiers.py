@@ -42,6 +42,22 @@ def mark(items):
             item.add_marker(pytest.mark.slow)
 
 
+def skip_lacking(items):
+    """Skip tests of families that run as a module that this ComfyUI does not have."""
+    from tests.support.model_zoo import lacks_module
+    from tests.support.tiny_checkpoints import families
+    from xdit_backend.models import FAMILIES
+    from xdit_backend.tools.dry_run.published_models import PUBLISHED
+    published = {name: FAMILIES[model.family] for name, model in PUBLISHED.items()}
+    lacking = {name: family.transformer for name, family in (FAMILIES | families() | published).items()
+               if lacks_module(family)}
+    for item in items if lacking else ():
+        found = [lacking[value] for value in getattr(item, "callspec", None) and item.callspec.params.values() or ()
+                 if isinstance(value, str) and value in lacking]
+        if found:
+            item.add_marker(pytest.mark.skip(reason=f"this ComfyUI has no {found[0]}"))
+
+
 def count_left_out(config, items):
     """Count what the default tier leaves out."""
     is_left = config.option.markexpr.startswith("not slow")

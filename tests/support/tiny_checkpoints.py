@@ -91,7 +91,7 @@ TOLD = {"z-image-pixel": {"image_model": "lumina2", "dim": 512},
         "z-image-omni": {"image_model": "lumina2", "dim": 384, "n_layers": 3},
         "newbie-image": {"image_model": "lumina2", "dim": 768}}
 # what these are, the file says in its metadata
-SAID = ("ltx-video-causal", "ltx-2", "ltx-2-plain", "ltx-2.3", "wan-causal")
+SAID = ("ltx-video-causal", "ltx-2", "ltx-2-plain", "ltx-2.3", "wan-causal", "wan-animate-2")
 DEMO = {"sd3": {"depth": 8, "context_embedder_config": {
     "target": "torch.nn.Linear", "params": {"in_features": 96, "out_features": 512}}}}
 AUTOENCODERS = ("vae-sd", "vae-sd3", "vae-flux", "vae-flux2", "vae-wan", "vae-wan22", "vae-hunyuan", "vae-cogvideox",
@@ -410,7 +410,8 @@ def save(kind, path, size="test", prefix="", dtype=None, encoder=False, position
 def said_of(kind):
     """What a file's metadata says of its transformer: of LTX-2 all, of others how they differ."""
     base, changed = VARIANTS.get(kind, (kind, {}))
-    return (families()[kind].test_config.arguments if base == "ltx-2" else {}) | changed
+    family = families()[kind]
+    return (family.test_config.arguments if base == "ltx-2" else {}) | changed | family.described
 
 
 def save_scaled(path, source, marks="comfy_quant", per_row=False):

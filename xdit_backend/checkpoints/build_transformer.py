@@ -39,19 +39,22 @@ def metadata_settings(checkpoint):
     """The family's settings from the metadata, with "_" before their names. Raises CheckpointError for unsupported
     values."""
     family = checkpoint.family
-    metadata = checkpoint.model_metadata if family.settings else {}
-    try:
-        settings = dict(parse_json(metadata.get("config", "{}").encode(), MAX_CONFIG_BYTES,
-                                   MAX_CONFIG_VALUES).get("transformer", {}))
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"Download {checkpoint.name} again: it has metadata that cannot be read "
-                              f"({error}).") from error
+    settings = settings_in(checkpoint.model_metadata if family.settings else {}, checkpoint.name)
     for name, values in family.settings.items():
         if settings.get(name, values[0]) not in values:
             raise CheckpointError(f"Use Load Diffusion Model: {checkpoint.name} is a model of {family.name} whose "
                                   f"metadata says {name} = {shown(settings[name])}, and xDiT runs "
                                   f"{' or '.join(map(repr, values))} only.")
     return {f"_{name}": settings.get(name, values[0]) for name, values in family.settings.items()}
+
+
+def settings_in(metadata, name):
+    """The settings of the transformer in the metadata of a file of this name."""
+    try:
+        return dict(parse_json(metadata.get("config", "{}").encode(), MAX_CONFIG_BYTES,
+                               MAX_CONFIG_VALUES).get("transformer", {}))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"Download {name} again: it has metadata that cannot be read ({error}).") from error
 
 
 def build(family, config):

@@ -5,6 +5,7 @@ from ..models import FAMILIES
 from ..models.common.family import Family
 from ..protocol.bounded_json import MAX_SHOWN
 from ..protocol.errors import CheckpointError
+from .build_transformer import settings_in
 from .closest_family import NOT_THERE, nearest
 
 
@@ -50,7 +51,7 @@ def recognise(checkpoint) -> Family:
         return _family_of_folder(name, checkpoint.folder)
     _refuse_others(name, checkpoint.shapes, WITH_A_MODEL)
     for family in FAMILIES.values():
-        if _apply_rule(family.recognise, checkpoint.shapes):
+        if _apply_rule(family.recognise, checkpoint.shapes) and _is_described(family, checkpoint):
             # if a tensor that the rule reads is missing, meta_model() names it
             reason = _apply_rule(family.refuse, checkpoint.shapes)
             if reason:
@@ -65,6 +66,11 @@ def recognise(checkpoint) -> Family:
                               f"it again, or choose another file. {LISTED}")
     _refuse_others(name, checkpoint.shapes, OF_DIFFUSERS)
     raise CheckpointError(f"{name} is not a diffusion model that xDiT runs. {ELSEWHERE} {LISTED}")
+
+
+def _is_described(family, checkpoint):
+    return not family.described or family.described.items() <= settings_in(
+        checkpoint.metadata, checkpoint.name).items()
 
 
 def _apply_rule(rule, *arguments):

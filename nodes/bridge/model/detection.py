@@ -117,7 +117,7 @@ def _detected(checkpoint):
     if model_config is None:
         raise CheckpointError(f"Use another file of this model: ComfyUI does not recognise {name} as a {family.name} "
                               "model.")
-    uses_metadata = (bool(family.settings)
+    uses_metadata = (bool(family.settings or family.described)
              or model_config.unet_config == comfy.model_detection.model_config_from_unet(tensors, "").unet_config)
     if checkpoint.metadata and not uses_metadata:
         raise CheckpointError(f"Use Load Diffusion Model: the metadata of {name} describes a variant of {family.name} "

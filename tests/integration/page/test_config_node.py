@@ -81,14 +81,14 @@ def test_a_refused_layout_marks_its_widget_and_offers_what_fits(page):
     page.evaluate("() => app.queuePrompt(0).catch(() => null)")
     page.wait_for_function(f"() => JSON.stringify(({MARKED})()) !== '{{}}'", timeout=120_000)
     marked, label = page.evaluate(MARKED), page.evaluate(f"() => ({BUTTON})().label")
-    with_button = page.evaluate("() => app.rootGraph.serialize().nodes.map(node => node.widgets_values)")
+    with_button = page.evaluate("() => app.rootGraph.serialize().nodes.map(node => node.widgets_values ?? [])")
     page.evaluate(f"() => ({BUTTON})().callback()")
     page.wait_for_function(f"() => !({BUTTON})()", timeout=120_000)
     values = page.evaluate("""() => Object.fromEntries(app.graph.nodes.find(node => node.type === "XDiTParallelConfig")
         .widgets.map(widget => [widget.name, widget.value]))""")
 
     assert marked == {"XDiTParallelConfig": "ring_degree"} and label == "Use settings that fit this machine"
-    assert with_button == [node.get("widgets_values") for node in saved]       # it is not saved
+    assert with_button == [node.get("widgets_values", []) for node in saved]       # it is not saved
     assert (values["devices"], values["mode"], values["ring_degree"],
             values["cfg_degree"]) == ("cpu,cpu", "manual", 2, 1)
     assert page.problems == []
@@ -131,8 +131,8 @@ def test_what_is_refused_is_told_in_the_place_of_the_run_before(page, chinese):
     open_demo(page, devices="cpu,cpu", mode="manual", ring_degree=3)
     titles = page.evaluate("() => app.graph.nodes.filter(node => node.type === 'XDiTDemoPrompt')"
                            ".map(node => node.title)")
-    page.evaluate("""() => app.graph.nodes.find(node => node.type === "XDiTParallelSampler")
-        .addWidget("text", "$$node-text-preview", "20 steps in 9.0 s", () => null)""")
+    page.evaluate("""() => { app.graph.nodes.find(node => node.type === "XDiTParallelSampler")
+        .addWidget("text", "$$node-text-preview", "20 steps in 9.0 s", () => null); }""")
     page.locator(".xdit-tab-button").click()
     page.wait_for_selector(".xdit-device")
 

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 
+from tests.support.model_zoo import takes
 from tests.support.tiers import by_default
 from tests.support.tiny_checkpoints import VARIANTS, families
 from tests.support.tolerances import close, relative_error
@@ -26,7 +27,8 @@ DEFAULT = {("flux", "ring2"), ("z-image", "pipefusion2"), ("lumina-2", "ring2"),
 
 @pytest.mark.everyone
 @pytest.mark.parametrize("kind, layout", [pytest.param(*case, marks=[] if case in DEFAULT else pytest.mark.slow)
-                                          for case in itertools.product(KINDS, LAYOUTS)])
+                                          for case in itertools.product(KINDS, LAYOUTS)
+                                          if takes(families()[case[0]], LAYOUTS[case[1]])])
 def test_moved_places_equal_native_ksampler(comfyui, kind, layout):
     """Where few steps are drawn they are all of the warm-up."""
     want = comfyui.sample(scaled(comfyui.native(kind)), kind, steps=2)

@@ -69,7 +69,8 @@ def cases(kind):
             if families()[kind].test_config.rows is not None:
                 yield families()[kind].test_config.rows, height * width * (1 + number)
                 continue
-            frames = (1 + number,) if is_video else (1,) * (len(families()[kind].latent.patch) - 2)
+            first = kind == "wan-animate-2"                    # a reference image, before the video
+            frames = (1 + number + first,) if is_video else (1,) * (len(families()[kind].latent.patch) - 2)
             yield *frames, height, width
 
 

@@ -15,6 +15,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from safetensors.torch import load_file, save_file
 
 from tests.support.comfyui_server import ROOT
+from tests.support.model_zoo import lacks_module
+from xdit_backend.models import FAMILIES
 
 
 def write_header(path, shapes):
@@ -64,7 +66,7 @@ def test_files_that_the_workers_cannot_have_are_named_with_the_reason(comfyui):
 
 
 def test_models_of_newer_comfyuis_are_named_before_a_conversion(comfyui):
-    """Of MiniMax Music 3 the tensors differ; of Wan Animate 2 only the metadata, by which ComfyUI recognises it; and a
+    """Of MiniMax Music 3 the tensors differ; of Wan Animate 2, which a newer ComfyUI runs, only the metadata; and a
     quantised format is named in a layer's metadata."""
     folder, said = comfyui.base / "diffusion_models", {"transformer": {"model_type": "animate2"}}
     write_header(folder / "music.safetensors", {
@@ -79,10 +81,10 @@ def test_models_of_newer_comfyuis_are_named_before_a_conversion(comfyui):
     found = check(comfyui, [*(f"{name}.safetensors" for name in ("music", "animate2", "int3")),
                             comfyui.file("wan-i2v")])["models"]
 
-    assert set(found) == {"music.safetensors", "animate2.safetensors", "int3.safetensors"}
+    is_run = not lacks_module(FAMILIES["Wan Animate 2"])
+    assert set(found) == {"music.safetensors", "int3.safetensors", *(() if is_run else ("animate2.safetensors",))}
     assert found["music.safetensors"].startswith("music.safetensors is a MiniMax Music 3 model, which xDiT does not")
-    assert re.search("the metadata of animate2.* describes a variant of Wan|ComfyUI does not recognise animate2",
-                     found["animate2.safetensors"])
+    assert is_run or "ComfyUI does not recognise animate2" in found["animate2.safetensors"]
     assert f"in the format int3_of_2027 ({layer}), which xDiT does not read" in found["int3.safetensors"]
 
 

@@ -633,9 +633,9 @@ PUBLISHED = {
 }
 
 
-def write_header(path, shapes, prefix=""):
+def write_header(path, shapes, prefix="", metadata=None):
     """A file whose header names these tensors; their bytes are a hole."""
-    entries, offset = {}, 0
+    entries, offset = {} if metadata is None else {"__metadata__": metadata}, 0
     for name, shape in shapes.items():
         num_bytes = 2
         for size in shape:
@@ -659,6 +659,26 @@ def test_published_models_are_recognised_with_any_prefix(tmp_path, name, prefix)
 
     assert (family.name, header.prefix, header.shapes) == (family_name, prefix, shapes)
     assert expected.items() <= family.config(header.shapes).items()
+
+
+@pytest.mark.parametrize("config, family", [
+    ('{"transformer": {"model_type": "animate2"}}', "Wan Animate 2"), ('{"transformer": {"model_type": "i2v"}}', "Wan"),
+    ('{"vae": {}}', "Wan"), (None, "Wan")])
+def test_metadata_tells_families_that_have_the_same_tensors(tmp_path, config, family):
+    write_header(tmp_path / "model.safetensors", WAN_I2V, metadata={} if config is None else {"config": config})
+
+    header = open_checkpoint(tmp_path / "model.safetensors")
+
+    assert header.family.name == family
+    assert family == "Wan" or {"dim": 5120, "in_dim": 36, "_image_dim": 1280}.items() <= header.family.config(
+        header.shapes).items()
+
+
+def test_metadata_that_cannot_be_read_is_refused(tmp_path):
+    write_header(tmp_path / "model.safetensors", WAN_I2V, metadata={"config": "{"})
+
+    with pytest.raises(CheckpointError, match="Download .* again: it has metadata that cannot be read"):
+        recognise(open_checkpoint(tmp_path / "model.safetensors"))
 
 
 def needed_of(family, shapes):

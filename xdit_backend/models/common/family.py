@@ -163,6 +163,9 @@ class Family:
     unfold: Callable = lambda arguments: arguments
 
     # --- rejected models and settings ---
+    # settings of the transformer in a file's metadata that `recognise` requires too, where another family has the same
+    # tensors (Wan Animate 2)
+    described: dict = field(default_factory=dict)
     # each (shapes) -> the reason why a file of this family cannot be run, or None
     refusals: tuple[Callable, ...] = ()
     # parallel method that the family cannot use, such as "ring" -> the reason, phrased to follow "because"

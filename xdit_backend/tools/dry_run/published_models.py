@@ -246,6 +246,8 @@ PUBLISHED = {
         "in_dim": 36, "model_type": "humo"}),
     "wan2.2-animate-14b-480p": Published("Wan Animate", (832, 480), 77, arguments=WAN_14B_OF_COMFYUI | {
         "in_dim": 36, "model_type": "animate", "_image_dim": 1280, "flf_pos_embed_token_number": None}),
+    "wan-animate-2-14b-480p": Published("Wan Animate 2", (832, 480), 77, arguments=WAN_14B_OF_COMFYUI | {
+        "in_dim": 36, "_image_dim": 1280, "flf_pos_embed_token_number": None}),
     "wan2.1-scail-14b-480p": Published("Wan SCAIL", (832, 480), 81, arguments=WAN_14B_OF_COMFYUI | {
         "in_dim": 20, "model_type": "scail", "_image_dim": 1280, "flf_pos_embed_token_number": None}),
     "wan2.1-scail-2-14b-480p": Published("Wan SCAIL-2", (832, 480), 81, arguments=WAN_14B_OF_COMFYUI | {
