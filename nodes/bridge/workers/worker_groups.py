@@ -8,8 +8,6 @@ import threading
 import weakref
 from pathlib import Path
 
-import torch
-
 import comfy.model_management
 import folder_paths
 from comfy_execution.utils import get_executing_context
@@ -90,9 +88,8 @@ def memory_of(device):
     """
     if machine_of(device):
         return GROUPS.gpu_of(device)[1]
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+    if own_name(device) != "cpu":
+        return int(machine_profiles.gpu_of(device)[1])
     return available_memory()[1]
 
 

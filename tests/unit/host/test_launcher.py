@@ -177,7 +177,7 @@ dist.init_process_group = init_process_group
 
 @pytest.mark.slow
 def test_a_killed_worker_is_named_though_a_process_that_it_forked_has_its_connection(tmp_path, monkeypatch, supervisor):
-    """As a compiler's or a third-party package's process has. The host would miss its heartbeats after a minute only."""
+    """As a compiler's or a third-party package's process has. Its silence would be noticed after a minute only."""
     (tmp_path / "sitecustomize.py").write_text(FORKING)
     (tmp_path / "xdit_backend").symlink_to(torchrun.ROOT / "xdit_backend")
     monkeypatch.setattr(torchrun, "ROOT", tmp_path)
