@@ -10,7 +10,6 @@ import shutil
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from .. import system
 from ..memory.system_memory import available_memory
@@ -137,7 +136,7 @@ def fallbacks(devices, environment=os.environ):
     Only groups that use NCCL have more than one; those that the user's environment already selects are left out.
     """
     apart = len(set(devices)) == len(devices) > 1 and all(own_name(device) != "cpu" for device in devices)
-    if not apart or not dist.is_nccl_available():
+    if not apart or not accelerator.has_nccl():
         return [("", {})]
     return [(off, variables) for off, variables in FALLBACKS
             if not variables or any(environment.get(name) != value for name, value in variables.items())]

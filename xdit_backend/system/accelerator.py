@@ -45,6 +45,12 @@ def is_built_in():
     return device_type() != TYPES[0] or (torch.version.cuda or torch.version.hip) is not None
 
 
+def has_nccl():
+    """Whether torch has NCCL, or ROCm's RCCL, for GPUs of this machine's type."""
+    import torch.distributed as dist
+    return dist.is_nccl_available() and device_type() in dist.Backend.backend_capability["nccl"]
+
+
 def is_tried():
     """Whether the pack has run on GPUs of this type and vendor: NVIDIA's."""
     import torch
