@@ -6,7 +6,15 @@ import re
 
 import pytest
 
-from tests.support.architecture import ROOT, essential, find_arrows, find_packages, imports, sources
+from tests.support.architecture import (
+    ROOT,
+    essential,
+    find_arrows,
+    find_device_types,
+    find_packages,
+    imports,
+    sources,
+)
 
 # package -> packages it may import, besides itself
 ARROWS = {
@@ -24,7 +32,7 @@ ARROWS = {
                               "xdit_backend.protocol"],
     "nodes.bridge.server": ["nodes.bridge.model", "nodes.bridge.vae", "nodes.bridge.workers",
                             "xdit_backend.autoencoders", "xdit_backend.config", "xdit_backend.memory",
-                            "xdit_backend.planner", "xdit_backend.protocol"],
+                            "xdit_backend.planner", "xdit_backend.protocol", "xdit_backend.system"],
     "nodes.bridge.vae": ["nodes.bridge.compatibility", "nodes.bridge.workers", "xdit_backend.autoencoders",
                          "xdit_backend.planner", "xdit_backend.protocol"],
     "nodes.bridge.workers": ["xdit_backend.config", "xdit_backend.host", "xdit_backend.memory",
@@ -37,9 +45,9 @@ ARROWS = {
     "xdit_backend.checkpoints": ["xdit_backend.autoencoders", "xdit_backend.comfyui", "xdit_backend.memory",
                                  "xdit_backend.models", "xdit_backend.models.common", "xdit_backend.partition",
                                  "xdit_backend.planner", "xdit_backend.protocol", "xdit_backend.system"],
-    "xdit_backend.comfyui": ["xdit_backend.protocol"],
+    "xdit_backend.comfyui": ["xdit_backend.protocol", "xdit_backend.system"],
     "xdit_backend.config": ["xdit_backend.protocol"],
-    "xdit_backend.demo_model": ["xdit_backend.models", "xdit_backend.protocol"],
+    "xdit_backend.demo_model": ["xdit_backend.models", "xdit_backend.protocol", "xdit_backend.system"],
     "xdit_backend.distributed": ["xdit_backend.partition", "xdit_backend.protocol", "xdit_backend.system"],
     "xdit_backend.hooks": ["xdit_backend.attention", "xdit_backend.distributed", "xdit_backend.memory",
                            "xdit_backend.parallel", "xdit_backend.partition", "xdit_backend.protocol"],
@@ -51,7 +59,8 @@ ARROWS = {
     "xdit_backend.multi_node": ["xdit_backend.checkpoints", "xdit_backend.comfyui", "xdit_backend.host",
                                 "xdit_backend.protocol", "xdit_backend.system"],
     "xdit_backend.parallel": ["xdit_backend.attention", "xdit_backend.autoencoders", "xdit_backend.distributed",
-                              "xdit_backend.memory", "xdit_backend.partition", "xdit_backend.protocol"],
+                              "xdit_backend.memory", "xdit_backend.partition", "xdit_backend.protocol",
+                              "xdit_backend.system"],
     "xdit_backend.partition": ["xdit_backend.protocol"],
     "xdit_backend.planner": ["xdit_backend.config", "xdit_backend.partition", "xdit_backend.protocol"],
     "xdit_backend.protocol": ["xdit_backend.system"],
@@ -187,6 +196,31 @@ def test_only_one_package_knows_which_system_it_runs_on():
                                   "import fcntl", "import os\nhasattr(os, 'getuid')"])
 def test_a_test_of_the_system_is_found(text):
     assert find_platform_tests(text)
+
+
+# They serve particular GPUs: attention backends, comfy-kitchen's kernels, and tools that measure or imitate one.
+OF_PARTICULAR_GPUS = ("xdit_backend.system", "xdit_backend.attention", "xdit_backend.tools",
+                      "xdit_backend.checkpoints.quantisation.kitchen_layers")
+
+
+def test_no_other_package_names_a_type_of_device():
+    """system/accelerator.py knows this machine's."""
+    found = {name_of(path): find_device_types(path.read_text(encoding="utf-8"))
+             for path in [*sources("nodes"), *sources("xdit_backend"), ROOT / "__init__.py"]
+             if not name_of(path).startswith(OF_PARTICULAR_GPUS)}
+
+    assert {name: types for name, types in found.items() if types} == {}
+
+
+@pytest.mark.parametrize("text", ["device.type == 'cuda'", "import torch\ntorch.cuda.synchronize()", "tensor.is_cuda",
+                                  "name = f'cuda:{index}'", "model.cuda()", "torch.zeros(1, device='xpu:0')"])
+def test_a_named_type_of_device_is_found(text):
+    assert find_device_types(text)
+
+
+@pytest.mark.parametrize("text", ["torch.version.cuda", "'such as \"cuda:0,cuda:1\"'", "device.type != 'cpu'"])
+def test_a_version_and_an_example_are_no_named_type_of_device(text):
+    assert not find_device_types(text)
 
 
 def interface_of(path):

@@ -5,11 +5,13 @@
 
 import ast
 import html
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = ROOT / "docs" / "design" / "architecture.svg"
 SIDES = {"ComfyUI's process": "#dceaf7", "both": "#eee8d5", "the workers": "#e2f0d9"}
+DEVICE_TYPE = re.compile(r"(cuda|xpu|hip|mps|npu|musa)(:\d*)?")
 BOX_WIDTH, BOX_HEIGHT, GAP, MARGIN, ROW_GAP = 232, 34, 26, 24, 58
 
 
@@ -29,6 +31,19 @@ def imports(path):
             base = package[:len(package) - node.level + 1] if node.level else []
             stem = ".".join([*base, *([node.module] if node.module else [])])
             yield from (f"{stem}.{alias.name}" for alias in node.names)
+
+
+def find_device_types(text):
+    """Device types of GPUs that a source text names: in strings of such a name alone, and as torch's modules and
+    attributes of tensors. Not the versions in torch.version."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and DEVICE_TYPE.fullmatch(node.value):
+            found.append(node.value)
+        elif isinstance(node, ast.Attribute) and DEVICE_TYPE.fullmatch(node.attr.removeprefix("is_")):
+            if getattr(node.value, "attr", "") != "version":
+                found.append(ast.unparse(node))
+    return found
 
 
 def find_packages():

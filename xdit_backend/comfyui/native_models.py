@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from ..protocol.errors import CheckpointError
+from ..system import accelerator
 from . import operations
 from .install_location import comfyui_version, find_comfyui
 
@@ -121,5 +122,5 @@ def _import_comfyui():
     settings = importlib.import_module("comfy.cli_args").args
     if "comfy.model_management" not in sys.modules:
         settings.use_pytorch_cross_attention = True
-        settings.cpu = not torch.cuda.is_available()
+        settings.cpu = not accelerator.num_devices()
     return folder

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torchvision.utils import save_image
 
+from ..system import accelerator
 from . import autoencoder, export, features, loop, transformer
 from .emoji import BACKGROUNDS, PACKAGES, compose, read_entries, render_glyphs
 
@@ -20,7 +21,7 @@ def main():
     parser.add_argument("--out", type=Path, required=True,
                         help="folder for checkpoints, sample sheets and weights")
     parser.add_argument("--share", default="/usr/share", help=f"usr/share of the Debian packages {PACKAGES}")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", default="auto", help="auto, cpu, or torch's device type of GPUs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--autoencoder-steps", type=int, default=3000)
@@ -33,7 +34,9 @@ def main():
     entries = read_entries(options.share)
     glyphs = render_glyphs(entries, options.share)
     weights = torch.tensor([entry.weight for entry in entries])
-    name = "cuda" if options.device == "auto" and torch.cuda.is_available() else options.device.replace("auto", "cpu")
+    name = options.device
+    if name == "auto":
+        name = accelerator.device_type() if accelerator.num_devices() else "cpu"
     setting = loop.Setting(options.out, torch.device(name), options.seed)
 
     torch.manual_seed(3 * options.seed)                        # for the initial weights

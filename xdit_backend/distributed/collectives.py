@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from ..system import accelerator
+
 SHORT_S = 2e-4                 # shorter waits are not recorded
 
 
@@ -73,9 +75,10 @@ class Traffic:
         """Context in which this process or its device waits for other ranks.
 
         tensor: of the communication; its device is the one that waits. recorded: add the wait to `waits`."""
-        start, on_device = time.perf_counter(), tensor.is_cuda
+        start, on_device = time.perf_counter(), tensor.device.type != "cpu"
         if on_device:
-            before, after = torch.cuda.Event(), torch.cuda.Event()
+            own = accelerator.module(tensor.device)
+            before, after = own.Event(), own.Event()
             before.record()
         else:
             self._num_begun += 1
@@ -231,6 +234,6 @@ class RingExchange:
 
 
 def on_wire(tensor, group):
-    """The tensor where the backend can send it from: gloo sends system RAM only; with CUDA tensors it is used if ranks
-    share a GPU."""
-    return tensor.cpu() if tensor.is_cuda and dist.get_backend(group) == "gloo" else tensor
+    """The tensor where the backend can send it from: gloo sends system RAM only. With tensors of GPUs it is used if
+    ranks share one, or where there is no other backend."""
+    return tensor.cpu() if tensor.device.type != "cpu" and dist.get_backend(group) == "gloo" else tensor

@@ -3,6 +3,8 @@
 import torch
 from torch.nn.functional import batch_norm
 
+from ..system import accelerator
+
 NORM_ELEMENTS = 2 ** 20        # elements whose moments are computed at once, which takes 8 MB of temporary memory
 MAX_CHUNKS = 32                # chunks of an image: in 16 bits the float32 copy of one is a sixteenth of the image
 CHANNEL_EPS = 1e-12            # torch.batch_norm_stats returns inverse deviations, and 0 for a constant without it
@@ -30,7 +32,7 @@ def own_moments(x, num_groups):
     dtype = torch.promote_types(x.dtype, torch.float32)
     if x.numel() == 0:
         return x.new_zeros(x.shape[0], num_groups, dtype=dtype), x.new_zeros(x.shape[0], num_groups, dtype=dtype)
-    if x.is_cuda:
+    if accelerator.has_cuda_operators(x.device):
         mean, deviation = torch.batch_norm_stats(x.contiguous().view(1, -1, *x.shape[2:]), CHANNEL_EPS)
         return moments_of_channels(mean, (deviation ** -2 - CHANNEL_EPS).clamp_(min=0), x.shape[0], num_groups)
     channels, most = x.shape[1] // num_groups, max(NORM_ELEMENTS, x.numel() // MAX_CHUNKS)

@@ -17,6 +17,7 @@ from .. import system
 from ..protocol import timeouts
 from ..protocol.devices import can_use_nccl, machine_of
 from ..protocol.errors import ConfigError, WorkerStartError
+from ..system import accelerator
 from .shared_memory.process_group import BACKEND
 
 AXES = ("data", "cfg", "pipefusion", "displaced", "ring", "ulysses", "tensor")
@@ -79,11 +80,10 @@ SINGLE = Mesh(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0))
 
 
 def backend_for(devices, has_nccl, requested=""):
-    """Backend of torch.distributed for workers on these devices: NCCL if it can connect them, else gloo.
+    """Backend of torch.distributed for workers on these devices: NCCL (or RCCL) if it can connect them, else gloo.
 
-    gloo copies CUDA tensors through
-    system RAM. requested: value of XDIT_TRANSPORT, the only way to shared memory (docs/benchmarks.md#exchange);
-    "": none. Raises WorkerStartError if that cannot be used.
+    Tensors of GPUs pass gloo through system RAM. requested: value of XDIT_TRANSPORT, the only way to shared memory
+    (docs/benchmarks.md#exchange); "": none. Raises WorkerStartError if that cannot be used.
     """
     can_share = len(devices) > 1 and system.has_exchange_segments() and not any(map(machine_of, devices))
     usable = {"gloo": True, BACKEND: can_share, "nccl": has_nccl and can_use_nccl(devices)}
@@ -139,7 +139,7 @@ def make_group(groups, max_ctas=None, backend=None):
     is_other, backend = backend not in (None, world_backend), backend or world_backend
     is_member, groups_made = any(rank in ranks for ranks in groups), {}
     if world_backend == "nccl":
-        torch.cuda.synchronize()
+        accelerator.module().synchronize()
     if can_split() and not is_other:
         # torch names a group by its rank's number of groups: a group of all other ranks keeps the names equal
         others = [other for other in range(dist.get_world_size()) if not any(other in ranks for ranks in groups)]

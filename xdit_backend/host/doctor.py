@@ -13,13 +13,13 @@ import time
 from contextlib import suppress
 
 import torch
-import torch.distributed as dist
 
 from .. import system
 from ..memory.system_memory import available_memory
-from ..protocol.devices import resolve_devices
+from ..protocol.devices import own_name, resolve_devices
 from ..protocol.errors import XDiTError
 from ..protocol.messages import JOINING, Probe, ReportMemory
+from ..system import accelerator
 from . import logs
 from .launcher import WorkerGroup
 from .preflight import num_cuda_devices
@@ -44,7 +44,7 @@ def main(options):
                 "Environment": environment(), "Other machines": logs.machines(), "Last errors": logs.last_errors()}
     if not options.no_workers:
         names = resolve_devices(options.devices, num_cuda_devices())
-        if any(name.startswith("cuda") for name in names):
+        if any(own_name(name) != "cpu" for name in names):
             sections["Machine"] += page_lock_limit()
         sections["Workers"] = workers(names)
     for title, lines in sections.items():
@@ -82,25 +82,27 @@ def machine():
 
 
 def devices():
-    if not torch.cuda.is_available():
+    if not accelerator.num_devices():
         return [f"no CUDA device; this PyTorch is built for "
                 f"{'CUDA ' + torch.version.cuda if torch.version.cuda else 'CPUs'}"]
-    lines = [f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, NCCL "
-             f"{'.'.join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else 'missing'}"]
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
-        lines.append(f"cuda:{index} {properties.name}, capability {properties.major}.{properties.minor}, "
+    lines = [accelerator.description() + ("" if accelerator.is_tried() else
+                                          ": the pack has not been tried on GPUs of this kind; please report")]
+    for name in map(accelerator.name_of, range(num_cuda_devices())):
+        device, own = torch.device(name), accelerator.module()
+        free, total = own.mem_get_info(device)
+        capability = accelerator.capability(device)
+        of_kind = "" if capability is None else f"capability {capability[0]}.{capability[1]}, "
+        lines.append(f"{name} {own.get_device_properties(device).name}, {of_kind}"
                      f"{gigabytes(total)}, {gigabytes(free)} free")
     return lines
 
 
 def links():
-    """Pairs of CUDA devices, and whether they have peer-to-peer access or copy through system RAM."""
-    count = num_cuda_devices()
-    return [f"cuda:{one} to cuda:{other}: "
-            f"{'direct' if torch.cuda.can_device_access_peer(one, other) else 'through system RAM'}"
-            for one in range(count) for other in range(count) if one != other]
+    """Pairs of GPUs, and whether they have peer-to-peer access or copy through system RAM."""
+    names = list(map(accelerator.name_of, range(num_cuda_devices())))
+    return [f"{one} to {other}: "
+            f"{'direct' if accelerator.can_access_peer(*map(torch.device, (one, other))) else 'through system RAM'}"
+            for one in names for other in names if one != other]
 
 
 def environment():
@@ -114,7 +116,10 @@ def page_lock_limit(lock=None, unlock=None, max_bytes=None):
 
     lock(address, num_bytes) returns CUDA's error code.
     """
-    cuda = torch.cuda.cudart() if lock is None else None
+    own = accelerator.module()
+    if lock is None and not hasattr(own, "cudart"):
+        return []
+    cuda = own.cudart() if lock is None else None
     lock = lock or (lambda address, num_bytes: int(cuda.cudaHostRegister(address, num_bytes, 0)))
     unlock = unlock or (lambda address: cuda.cudaHostUnregister(address))
     max_bytes = available_memory()[0] // 2 if max_bytes is None else max_bytes
@@ -131,7 +136,7 @@ def page_lock_limit(lock=None, unlock=None, max_bytes=None):
             unlock(memory.data_ptr())
         if cuda is not None:
             with suppress(RuntimeError):                       # clears the error that the next CUDA call would raise
-                torch.zeros(1, device="cuda")
+                torch.zeros(1, device=accelerator.device_type())
     found = gigabytes(len(locked) * LOCK_STEP_BYTES)
     return [f"page-locked memory: stops at {found} (CUDA error {code})" if code else
             f"page-locked memory: {found} can be locked, half of what is free"]

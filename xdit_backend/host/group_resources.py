@@ -97,6 +97,16 @@ class GroupResources:
         self.processes = self.channel_listener = None
         self._finalizer()
 
+    def find_ended(self):
+        """Rank of a worker of this machine whose process has ended; None: all run.
+
+        Its connection may still be open: a process that the worker has forked has a copy of its socket.
+        """
+        failure = self.exit_report.first_ended()
+        if failure is not None:
+            return failure[0]
+        return next((rank for rank, worker in self.workers.items() if not _is_running(worker)), None)
+
     def lost(self, rank, activity):
         """Explain a lost connection to a worker; returns (rank, predicate of a sentence about it).
 
@@ -116,11 +126,18 @@ class GroupResources:
                 break
             time.sleep(0.1)
         else:
-            if worker is not None and worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+            if worker is not None and _is_running(worker):
                 return rank, f"was stopped, or hung, in the middle of a message{activity(rank)}, and is ended"
         # torchrun has ended the other workers, whose connections may have closed earlier than the failed one's
         rank, code = self.exit_report.first_ended() or (rank, None)
         return rank, f"died{describe_exit(code)}{activity(rank)}"
+
+
+def _is_running(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def refused_by_the_system(error):

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 STRAGGLER_S = 10               # how long ranks may wait for a failed one outside of counted collectives and transfers
 POLL_S = 0.05
+PROCESSES_S = 0.5              # how often it is checked that the workers' processes run
 
 
 def _alone(method):
@@ -64,6 +65,7 @@ class WorkerGroup:
         self._resources = None
         # last time that it received or did work, other than reporting its memory
         self._used_s = time.monotonic()
+        self._checked_s = 0.0                                  # last check of the workers' processes
         self._ended_by = ""                                    # cause of the group's end, unless the host closed it
         self._close_at_exit = closing(self)
         self.warnings = []                                     # to show to the user
@@ -226,6 +228,7 @@ class WorkerGroup:
 
     def _receive(self, on_phase):
         """Process messages of the workers, waiting for them at most POLL_S."""
+        ended = self._find_ended()                             # before reading what it sent until then
         self._watch.listening_begins(self._resources.channels)
         ranks = {channel.raw: rank for rank, channel in self._resources.channels.items()}
         for raw in connection.wait(list(ranks), timeout=POLL_S):
@@ -239,6 +242,14 @@ class WorkerGroup:
             except ChannelClosedError:
                 self._lost(rank)
         self._watch.listening_ended()
+        if ended is not None:
+            self._lost(ended)
+
+    def _find_ended(self):
+        if time.monotonic() - self._checked_s < PROCESSES_S:
+            return None
+        self._checked_s = time.monotonic()
+        return self._resources.find_ended()
 
     def _take(self, rank, message, on_phase):
         if isinstance(message, Heartbeat):

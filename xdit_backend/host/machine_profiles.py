@@ -22,6 +22,7 @@ from ..planner.machine_from_probe import machine_of_probe
 from ..planner.machine_profile import read_machine, to_json
 from ..protocol.devices import devices_per_machine, machine_of, own_name
 from ..protocol.errors import ConfigError
+from ..system import accelerator
 
 # packages whose attention and matrix products the probe times
 PACKAGES = "comfy-kitchen", "flash-attn", "flash-attn-3", "sageattention", "xformers", "triton"
@@ -33,20 +34,20 @@ log = logging.getLogger(__name__)
 
 def gpu_of(device):
     """(name, memory in bytes) of a device of this machine; for a CPU worker, the system RAM or container limit."""
-    if device.startswith("cuda"):
-        properties = torch.cuda.get_device_properties(torch.device(device))
+    if own_name(device) != "cpu":
+        properties = accelerator.module(torch.device(device)).get_device_properties(torch.device(device))
         return properties.name, float(properties.total_memory)
     return f"CPU {platform.machine()}, {os.cpu_count()} cores", float(available_memory()[1])
 
 
 def capability_of(device):
-    """Compute capability of a CUDA device; (0, 0) for a CPU; None if unknown, as for another machine's device."""
+    """Compute capability of an NVIDIA or AMD GPU; (0, 0) for a CPU; None if unknown, as for another machine's
+    device."""
     if own_name(device) == "cpu":
         return 0, 0
-    if machine_of(device) or not torch.cuda.is_available():
+    if machine_of(device) or not accelerator.num_devices():
         return None
-    properties = torch.cuda.get_device_properties(torch.device(device))
-    return properties.major, properties.minor
+    return accelerator.capability(torch.device(device))
 
 
 def measure(client, dtype, gpu=gpu_of):
@@ -102,16 +103,16 @@ def record_run(folder, family, gpu, ratio):
 
 def topology(devices, dtype, gpu):
     """Key of a measurement: everything that it depends on. Creates no CUDA context."""
-    cuda = [torch.device(device) for device in devices if device.startswith("cuda")]
-    reach = [[one == other or torch.cuda.can_device_access_peer(one, other) for other in cuda] for one in cuda]
+    gpus = [torch.device(device) for device in devices if not machine_of(device) and own_name(device) != "cpu"]
+    reach = [[one == other or accelerator.can_access_peer(one, other) for other in gpus] for one in gpus]
     return {"devices": list(devices), "cards": [gpu(device)[0] for device in devices], "direct": reach,
             "dtype": dtype, "probe": PROBE, **software(devices)}
 
 
 def software(devices):
     """Versions and settings on which the speed of these devices depends. Creates no CUDA context."""
-    cuda = any(device.startswith("cuda") for device in devices)
-    return {"torch": torch.__version__, "driver": torch._C._cuda_getDriverVersion() if cuda else 0,
+    has_gpus = any(own_name(device) != "cpu" for device in devices)
+    return {"torch": torch.__version__, "driver": accelerator.driver_version() if has_gpus else 0,
             "threads": os.environ.get("OMP_NUM_THREADS", ""), "packages": _versions()}
 
 

@@ -10,13 +10,13 @@ import shutil
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from .. import system
 from ..memory.system_memory import available_memory
 from ..planner.descriptions import gigabytes
-from ..protocol.devices import can_use_nccl
+from ..protocol.devices import can_use_nccl, machine_of, own_name
 from ..protocol.errors import WorkerStartError
+from ..system import accelerator
 
 MIN_VERSIONS = {"torch": (2, 6), "diffusers": (0, 35)}
 WORKER_BYTES = 2 ** 28                     # system RAM that a worker needs for its libraries, before it loads a model
@@ -76,24 +76,26 @@ def check_gloo(release, version, without_gloo=system.TORCH_WITHOUT_GLOO):
 
 
 def check_devices(devices):
-    cuda = [device for device in devices if device.startswith("cuda")]
-    if not cuda:
+    gpus = [device for device in devices if not machine_of(device) and own_name(device) != "cpu"]
+    if not gpus:
         return
-    names = ", ".join(dict.fromkeys(cuda))
-    if torch.version.cuda is None and torch.version.hip is None:
+    names = ", ".join(dict.fromkeys(gpus))
+    if not accelerator.is_built_in():
         raise WorkerStartError('Install a PyTorch for your GPUs, as pytorch.org says, or set devices to "cpu": '
                                f"{names} cannot be used, as this PyTorch ({torch.__version__}) is built for CPUs.")
     count = num_cuda_devices()
-    missing = [device for device in dict.fromkeys(cuda) if int(device.partition(":")[2] or 0) >= count]
+    missing = [device for device in dict.fromkeys(gpus)
+               if device not in map(accelerator.name_of, range(count))]
     if missing:
-        there = (", ".join(f"cuda:{index}" for index in range(count))
+        there = (", ".join(map(accelerator.name_of, range(count)))
                  or "none: check that the driver is installed and that CUDA_VISIBLE_DEVICES is right")
         raise WorkerStartError('Set devices in xDiT Parallel Config to "auto", or to devices of this machine: '
                                f"there is no {', '.join(missing)}. PyTorch finds {there}.")
 
 
 def num_cuda_devices():
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    """Number of GPUs of this machine, of whatever type."""
+    return accelerator.num_devices()
 
 
 def check_memory(num_workers):
@@ -133,7 +135,7 @@ def fallbacks(devices, environment=os.environ):
 
     Only groups that use NCCL have more than one; those that the user's environment already selects are left out.
     """
-    if not can_use_nccl(devices) or not dist.is_nccl_available():
+    if not can_use_nccl(devices) or not accelerator.has_nccl():
         return [("", {})]
     return [(off, variables) for off, variables in FALLBACKS
             if not variables or any(environment.get(name) != value for name, value in variables.items())]

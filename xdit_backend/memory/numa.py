@@ -5,15 +5,15 @@ import logging
 import os
 from pathlib import Path
 
-import torch
+from ..system import accelerator
 
 log = logging.getLogger(__name__)
 SYSFS = "/sys"
 
 
 def pci_address(device):
-    """PCI address of a CUDA device as in sysfs: "0000:3b:00.0"; "" if this version of torch does not provide it."""
-    gpu = torch.cuda.get_device_properties(device)
+    """PCI address of a GPU as in sysfs: "0000:3b:00.0"; "" if this version of torch does not provide it."""
+    gpu = accelerator.module(device).get_device_properties(device)
     if not hasattr(gpu, "pci_bus_id"):
         return ""
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"

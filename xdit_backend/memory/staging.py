@@ -9,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from ..system import accelerator
+
 CHUNK_BYTES = 2 ** 24
 
 
 def on_device(tensor, device):
     """A small tensor from system RAM on `device`, copied asynchronously."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type != "cpu" else tensor.to(device)
 
 
 class PinnedAhead:
@@ -26,7 +28,7 @@ class PinnedAhead:
 
     def __init__(self, tensors, device):
         self._tensors, self._device, self._names = dict(tensors), device, frozenset(tensors)
-        if device.type == "cuda" and tensors:
+        if device.type != "cpu" and tensors:
             pool, pinned = ThreadPoolExecutor(1, "xdit-pin"), {}
             for name, tensor in tensors.items():
                 key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
@@ -42,7 +44,7 @@ class PinnedAhead:
     def take(self, name):
         """The tensor on the device; each name is taken once."""
         tensor = self._tensors.pop(name)
-        return (tensor.result().to(self._device, non_blocking=True) if self._device.type == "cuda"
+        return (tensor.result().to(self._device, non_blocking=True) if self._device.type != "cpu"
                 else tensor.to(self._device))
 
 
@@ -50,14 +52,14 @@ class StagingBuffers:
     """Copies large tensors between system RAM and one device through two chunks: one is filled while the other is
     transferred.
 
-    Waiting for a chunk blocks without polling, unlike CUDA's default events. The chunks, pinned for a CUDA device, are
+    Waiting for a chunk blocks without polling, unlike CUDA's default events. The chunks, pinned for a GPU, are
     allocated on first use and reused. Not thread-safe. chunk_bytes: None: a default size, and direct copies if the
     device is the host.
     """
 
     def __init__(self, device, chunk_bytes=None):
         self._device = device
-        self._chunk_bytes = chunk_bytes or (CHUNK_BYTES if device.type == "cuda" else None)
+        self._chunk_bytes = chunk_bytes or (CHUNK_BYTES if device.type != "cpu" else None)
         self._chunks = []
 
     def to_device(self, source):
@@ -113,9 +115,9 @@ class StagingBuffers:
     def _next(self, shape, dtype):
         """The next chunk as a tensor of this shape, once it is free, and the event to record after its transfer."""
         if not self._chunks:
-            on_cuda = self._device.type == "cuda"
-            self._chunks = [(torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=on_cuda),
-                             torch.cuda.Event(blocking=True) if on_cuda else Arrived()) for _ in range(2)]
+            on_gpu = self._device.type != "cpu"
+            self._chunks = [(torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=on_gpu),
+                             accelerator.sleeping_event(self._device) if on_gpu else Arrived()) for _ in range(2)]
         self._chunks.reverse()
         memory, travelled = self._chunks[0]
         travelled.synchronize()

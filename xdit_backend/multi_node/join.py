@@ -23,6 +23,7 @@ from ..host.torchrun import ROOT
 from ..protocol import messages, timeouts
 from ..protocol.devices import machine_of, own_name
 from ..protocol.errors import ChannelClosedError, ConfigError, XDiTError
+from ..system import accelerator
 from .connections import (
     MACHINE,
     Ended,
@@ -135,8 +136,8 @@ class Joined:
 
     def join(self):
         """Connect. Raises OSError or ChannelClosedError if nobody answers, ConfigError if the host rejects it."""
-        gpus = {f"cuda:{index}": gpu_of(f"cuda:{index}")
-                 for index in range(preflight.num_cuda_devices())} | {"cpu": gpu_of("cpu")}
+        names = [*map(accelerator.name_of, range(preflight.num_cuda_devices())), "cpu"]
+        gpus = {name: gpu_of(name) for name in names}
         requested_s = time.perf_counter()
         self._commands, accepted = self._connect(JoinRequest("machine", "", self._name, versions(), gpus))
         self._ahead_s = accepted.clock_s - (requested_s + time.perf_counter()) / 2

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..system import accelerator
 from .displaced_exchange import extrapolation_weight
 
 # (K, B, N, T, H) -> (B, T, K, N, H), and back
@@ -59,7 +60,7 @@ class Offload:
     """Offloads keys and values to system RAM; the device holds those of the current attention and, prefetched, of the
     next.
 
-    Attentions run in the same order in every forward, so that the next one is known. With CUDA, host memory is pinned
+    Attentions run in the same order in every forward, so that the next one is known. On a GPU, host memory is pinned
     until close(), and copies run in order on their own stream. Both sides are token-major in memory, (B, T, K, N, H):
     consecutive tokens of an image are contiguous, as asynchronous copies require. Attention gets views of shape
     (K, B, N, T, H).
@@ -67,7 +68,8 @@ class Offload:
 
     def __init__(self, device):
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._module = accelerator.module(device)
+        self._stream = self._module.Stream(device) if device.type != "cpu" else None
         self._buffers: list[torch.Tensor | None] = [None, None, None]          # the third: for the previous call's
         self._active, self._arriving = 0, None
         self._pinned = []                                      # (address, tensor) of all pinned memory
@@ -93,16 +95,19 @@ class Offload:
         self._arriving, self._buffers = None, [None] * len(self._buffers)
         while self._pinned:
             address, _ = self._pinned.pop()
-            code = int(torch.cuda.cudart().cudaHostUnregister(address))
+            code = int(self._module.cudart().cudaHostUnregister(address))
             if code:
                 raise RuntimeError(f"CUDA error: cudaHostUnregister: {code}")
 
     def _pin(self, num_bytes):
-        """Pin host memory of this size. torch's pinned allocator rounds up to a power of two and keeps the memory."""
+        """Pin host memory of this size. torch's pinned allocator rounds up to a power of two and keeps the memory;
+        it serves GPUs without cudaHostRegister."""
+        if not hasattr(self._module, "cudart"):
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         size = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
         memory = torch.empty(size + PAGE_BYTES, dtype=torch.uint8)
         start = -memory.data_ptr() % PAGE_BYTES
-        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr() + start, size, 0))
+        code = int(self._module.cudart().cudaHostRegister(memory.data_ptr() + start, size, 0))
         if code:
             with suppress(RuntimeError):                       # clears the error that the next CUDA call would raise
                 torch.zeros(1, device=self._device)
@@ -119,7 +124,7 @@ class Offload:
         if entry_here is not entry:
             here, arrived = self._fetch(entry, self._next_buffer(entry))
         if arrived is not None:
-            torch.cuda.current_stream(self._device).wait_event(arrived)
+            self._module.current_stream(self._device).wait_event(arrived)
         self._arriving = ((following, *self._fetch(following, self._next_buffer(following))) if following is not entry
                           else None)
         return here
@@ -137,7 +142,7 @@ class Offload:
         if weight != 1.0:
             older, arrived = self._fetch(entry, self._buffer(2, entry))
             if arrived is not None:
-                torch.cuda.current_stream(self._device).wait_event(arrived)
+                self._module.current_stream(self._device).wait_event(arrived)
             torch.lerp(older, here, weight, out=here)
 
     def keep(self, entry, here, rows, slots):
@@ -170,7 +175,7 @@ class Offload:
     def _wait_for_copies(self):
         """Make the device's current stream wait for all copies."""
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            self._module.current_stream(self._device).wait_stream(self._stream)
 
     @contextmanager
     def _copying(self):
@@ -178,8 +183,8 @@ class Offload:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
             yield
 
 

@@ -14,6 +14,7 @@ from ..distributed.collectives import Traffic, all_gather
 from ..memory.system_memory import available_memory
 from ..partition import shard_sizes
 from ..protocol.errors import ConfigError
+from ..system import accelerator
 from .vae_rows import SplitOptions, decode_rows, encode_rows, max_shards, split_dim
 
 MARGIN = 1.1                   # factor on estimates: allocators round up, and libraries allocate workspaces
@@ -263,7 +264,8 @@ def least_free(free_bytes, ranks, device, traffic=None):
 def free_bytes(device):
     """Bytes that this process may still use on a device; for CPUs the available system RAM, within a container's
     limit."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        own = accelerator.module(device)
+        free, _ = own.mem_get_info(device)
+        return free + own.memory_reserved(device) - own.memory_allocated(device)
     return available_memory()[0]

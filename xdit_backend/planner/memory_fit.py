@@ -381,11 +381,11 @@ def run_bytes(numbers):
     return taken + numbers.get("requested_bytes", 0), taken + numbers.get("free_bytes", 0)
 
 
-def remedies(numbers, num_ranks, command="Predict", device="cuda:0"):
+def remedies(numbers, num_ranks, command="Predict", device=""):
     """Suggest settings that would fit, in a sentence.
 
     They are upper bounds: the run needs at least the memory that it used and requested, and may need more. command:
-    name of its message. device: the one that ran out of memory.
+    name of its message. device: the one that ran out of memory; "": a GPU.
     """
     hints = [] if command in OF_WEIGHTS else _of_sizes(numbers, num_ranks, command in OF_A_VAE)
     if command not in OF_A_VAE:

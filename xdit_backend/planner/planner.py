@@ -16,7 +16,7 @@ from .layout_search import WORTH, Estimate, Machine, are_identical, candidates, 
 from .memory_model import MemorySettings, weight_bytes
 from .vae_cost import work_seconds
 
-USUAL = {"cuda": Device(1e14, 1e14, 1e12), "cpu": Device(5e10, 3e10, 1e10, block_launch_s=5e-4)}
+USUAL = {"gpu": Device(1e14, 1e14, 1e12), "cpu": Device(5e10, 3e10, 1e10, block_launch_s=5e-4)}
 LONG_S = 20.0                              # estimated run time on one usual device from which a probe is worthwhile
 USUAL_JOB = Job(4096, 512, 20)             # a one-megapixel image
 # weights up to this fraction of a device's memory are replicated, so that warm-up can use sequence parallelism
@@ -316,14 +316,17 @@ class Plan:
 
 def is_long(dims, job, kind):
     """Whether a run may be so long that a probe of a few seconds is worthwhile, by usual rates of this kind of
-    device."""
-    usual = Machine((USUAL[kind],), Links())
-    return estimate(dims, job, Degrees(), usual).seconds >= LONG_S
+    device (torch's device type)."""
+    return estimate(dims, job, Degrees(), _usual_machine(kind)).seconds >= LONG_S
 
 
 def is_long_work(work, kind):
     """is_long for a decode or encode. work: vae_cost.Work of all its items."""
-    return work_seconds(work, Machine((USUAL[kind],), Links()), 1) >= LONG_S
+    return work_seconds(work, _usual_machine(kind), 1) >= LONG_S
+
+
+def _usual_machine(kind):
+    return Machine((USUAL["cpu" if kind == "cpu" else "gpu"],), Links())
 
 
 def plan_run(config, machine, dims, job, stages=None, tensor_degree=1, changed=()):

@@ -9,7 +9,7 @@ import math
 import os
 import re
 
-from ..system import num_cores
+from ..system import accelerator, num_cores
 from .errors import ConfigError
 
 MACHINE_NAME = r"[a-z0-9][a-z0-9.-]{0,62}"
@@ -32,22 +32,22 @@ def machines_of(devices):
 
 
 def can_use_nccl(devices):
-    """Whether NCCL can connect workers on these devices: several, each on a CUDA device of its own, or on_one_gpu."""
-    is_cuda = len(devices) > 1 and all(own_name(device).startswith("cuda") for device in devices)
-    return is_cuda and (len(set(devices)) == len(devices) or on_one_gpu(devices))
+    """Whether NCCL can connect workers on these devices: several, each on a GPU of its own, or on_one_gpu."""
+    are_gpus = len(devices) > 1 and all(own_name(device) != "cpu" for device in devices)
+    return are_gpus and (len(set(devices)) == len(devices) or on_one_gpu(devices))
 
 
 def on_one_gpu(devices):
     """Whether NCCL connects workers that share GPUs of this machine: XDIT_NCCL_ON_ONE_GPU=1, a switch for developers.
     It needs NCCL 2.30 or newer; an older one rejects the workers as they join."""
     return (os.environ.get("XDIT_NCCL_ON_ONE_GPU") == "1" and len(set(devices)) < len(devices)
-            and not machines_of(devices) and all(device.startswith("cuda") for device in devices))
+            and not machines_of(devices) and "cpu" not in devices)
 
 
 def resolve_devices(devices, num_cuda_devices, mode="manual"):
     """Turn the `devices` setting into device names, one per worker.
 
-    "auto" selects every CUDA device or, where there is none, two CPU workers (one on a single core). If the setting
+    "auto" selects every GPU or, where there is none, two CPU workers (one on a single core). If the setting
     names devices that this machine does not have, mode "auto" selects those that it has, or what "auto" selects if it
     has none, so that a workflow from another machine runs. Devices of this machine come first, then those of each other
     machine together, so that ranks which communicate most are on one machine. The devices of another machine are known
@@ -56,44 +56,45 @@ def resolve_devices(devices, num_cuda_devices, mode="manual"):
     Raises ConfigError for names that are no devices, for more workers than check_counts allows, and in other modes for
     devices that this machine does not have.
     """
-    cuda = [f"cuda:{index}" for index in range(num_cuda_devices)]
+    gpus = list(map(accelerator.name_of, range(num_cuda_devices)))
     names = [name.strip().lower() for name in devices.split(",") if name.strip()]
     if not names:
         raise ConfigError('Set devices to "auto", or to names with commas such as "cuda:0,cuda:1": devices is empty.')
-    auto = tuple(cuda) or ("cpu",) * min(2, num_cores())
+    auto = tuple(gpus) or ("cpu",) * min(2, num_cores())
     if names == ["auto"]:
         return auto
     names = _with_index(names)
     for name in names:
-        if not re.fullmatch(rf"({MACHINE_NAME}/)?(cpu|cuda:\d+)", name):
+        if not re.fullmatch(rf"({MACHINE_NAME}/)?(cpu|({'|'.join(accelerator.known_types())}):\d+)", name):
             raise ConfigError('Set devices to "auto", or to names such as "cuda:0,cuda:1" or "cpu,cpu"; those of '
                               f'another machine with its name, "cuda:0,other-pc/cuda:0": in devices="{devices}", '
                               f'"{name}" is not a device.')
-        if name.startswith("cuda:") and name not in cuda and mode != "auto":
-            raise ConfigError(f'Set devices to "{",".join(cuda) or "cpu"}" and the degrees to a product of '
-                              f'{max(1, len(cuda))}, or mode to "auto" to use the devices of this machine: '
+        if not machine_of(name) and name != "cpu" and name not in gpus and mode != "auto":
+            raise ConfigError(f'Set devices to "{",".join(gpus) or "cpu"}" and the degrees to a product of '
+                              f'{max(1, len(gpus))}, or mode to "auto" to use the devices of this machine: '
                               f'devices="{devices}" names {name}, and this machine has '
-                              f'{", ".join(cuda) or "no CUDA device"}.')
+                              f'{", ".join(gpus) or "no CUDA device"}.')
     if len({own_name(name).partition(":")[0] for name in names}) > 1:
         raise ConfigError(f'Name devices of one kind: devices="{devices}" mixes CPU and CUDA workers.')
     check_counts(names, devices)
-    own = tuple(name for name in names if name == "cpu" or name in cuda)
+    own = tuple(name for name in names if name == "cpu" or name in gpus)
     others = [name for machine in machines_of(names) for name in names if machine_of(name) == machine]
     if others and not own:
         raise ConfigError("Name a device of this machine too, which has "
-                          f'{", ".join(cuda) or "the device cpu alone"}: devices="{devices}" names none.')
+                          f'{", ".join(gpus) or "the device cpu alone"}: devices="{devices}" names none.')
     return (own or auto) + tuple(others)
 
 
 def missing_devices(devices, num_cuda_devices):
     """Names in a `devices` setting that are devices of this machine, which it does not have."""
     names = _with_index([name.strip().lower() for name in devices.split(",")])
-    cuda = {f"cuda:{index}" for index in range(num_cuda_devices)}
-    return [name for name in names if name.startswith("cuda:") and name not in cuda]
+    gpus = set(map(accelerator.name_of, range(num_cuda_devices)))
+    return [name for name in names if own_name(name).partition(":")[0] in accelerator.known_types()
+            and not machine_of(name) and name not in gpus]
 
 
 def _with_index(names):
-    return [f"{name}:0" if own_name(name) == "cuda" else name for name in names]
+    return [f"{name}:0" if own_name(name) in accelerator.known_types() else name for name in names]
 
 
 def check_counts(names, setting):

@@ -8,6 +8,7 @@ import sys
 
 from .. import system
 from ..protocol.devices import own_name
+from ..system import accelerator
 from .log_rotation import take_over
 
 # Optional dependencies that diffusers would import. A worker runs no text encoder, transformers takes a second to
@@ -43,8 +44,9 @@ def run_forked(folder, devices, first_rank, log_folder):
     import tempfile
 
     import torch
-    if torch.cuda._is_in_bad_fork() and any(own_name(device) != "cpu" for device in devices.split(",")):
-        # CUDA was initialised before the fork, and does not work in forked processes then
+    has_gpu = any(own_name(device) != "cpu" for device in devices.split(","))
+    if has_gpu and accelerator.module()._is_in_bad_fork():
+        # the GPU was initialised before the fork, and does not work in forked processes then
         os.execv(sys.executable, [sys.executable, "-m", "xdit_backend.worker", folder, devices, first_rank,
                                   log_folder])
     tempfile.tempdir = None

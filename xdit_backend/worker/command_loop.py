@@ -37,6 +37,7 @@ from ..protocol.messages import (
     StoreReply,
 )
 from ..protocol.shared_memory import discard, folders_of
+from ..system import accelerator
 from .engine import Engine
 from .host_store import open_store
 from .log_rotation import keep_small
@@ -102,7 +103,7 @@ def serve(folder, rank, devices, log_file):
 
 def _join(channel, rank, devices, device, store, folder):
     """Join the process group, and test the links between its ranks."""
-    backend = backend_for(devices, dist.is_nccl_available(), os.environ.get("XDIT_TRANSPORT", "").strip())
+    backend = backend_for(devices, accelerator.has_nccl(), os.environ.get("XDIT_TRANSPORT", "").strip())
     register_shared_memory(folder)
     channel.send(Phase(rank, JOINING))
     try:

@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from ..attention.backends import BACKENDS, BackendUse, attend, capability_of, run_backend, unusable
 from ..checkpoints.quantisation import kitchen_layers
 from ..checkpoints.quantisation.layer_formats import FORMATS, ROTATING, Layer
-from ..distributed.collectives import RingExchange, all_gather, all_to_all
+from ..distributed.collectives import RingExchange, all_gather, all_reduce, all_to_all
 from ..distributed.mesh import make_group
 from ..memory.copy_thread import CopyThread
 from ..memory.staging import StagingBuffers
 from ..protocol.specs import OPERATOR_HEADS, OPERATOR_KEYS, OPERATORS, SDPA
+from ..system import accelerator
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ HOST_BYTES = 2 ** 28           # larger than any processor cache
 ACROSS_BYTES = 2 ** 20         # large message between machines: a slow network takes a second for it
 # (width, rows of a full and of a short matrix, tokens of a long and of a short attention, elements of a memory-bound
 # operation)
-ON_CUDA, ON_CPU = (3072, 4096, 512, 4096, 1024, 2 ** 25), (512, 1024, 128, 768, 192, 2 ** 22)
+ON_GPU, ON_CPU = (3072, 4096, 512, 4096, 1024, 2 ** 25), (512, 1024, 128, 768, 192, 2 ** 22)
 HEADS = 8
 MOST_ROTATED = 256             # columns that ConvRot rotates together, as in published files
 MIN_S, ROUNDS = 0.01, 7
@@ -59,10 +60,10 @@ def measure(rank, world_size, device, dtype, traffic, report, per_machine=0):
     if world_size > 1:
         numbers |= measure_waiting(watch)
     numbers["block_launch_s"] = measure_launches(watch)
-    if device.type == "cuda":
+    if device.type != "cpu":
         numbers |= measure_host_copies(watch)
-        major, minor = torch.cuda.get_device_capability(device)
-        numbers["capability"] = major + minor / 10
+        if (capability := accelerator.capability(device)) is not None:
+            numbers["capability"] = capability[0] + capability[1] / 10
     for index, size in enumerate(sizes):
         report("measuring the links", 2 + index, steps)
         large_bytes = ACROSS_BYTES if per_machine and per_machine % size else LARGE_BYTES
@@ -72,7 +73,7 @@ def measure(rank, world_size, device, dtype, traffic, report, per_machine=0):
 
 def matrix_flops_s(device, dtype):
     """FLOP/s of a feed-forward's matrix multiplication, measured in a fraction of a second. Not a collective."""
-    width, rows, *_ = ON_CUDA if device.type == "cuda" else ON_CPU
+    width, rows, *_ = ON_GPU if device.type != "cpu" else ON_CPU
     weight, tokens = (torch.randn(count, width, device=device).to(dtype) for count in (4 * width, rows))
     return 8.0 * rows * width ** 2 / Stopwatch(0, 1, device, dtype).seconds({"": lambda: F.linear(tokens, weight)})[""]
 
@@ -85,8 +86,8 @@ class Stopwatch:
         self.together = world_size > 1
 
     def done(self):
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            accelerator.module(self.device).synchronize(self.device)
 
     def seconds(self, works, repeats=None, wait=True):
         """{name: seconds of one call of works[name]}, as means over rounds without the longest and shortest ones.
@@ -126,7 +127,7 @@ def measure_waiting(watch):
     """Median seconds of rounds of the same work: of rank 0 while the others are idle (0 on other ranks), of this rank
     while the others work, and until the last rank is done, which includes the variation of the machine."""
     device, dtype = watch.device, watch.dtype
-    width, full, *_ = ON_CUDA if device.type == "cuda" else ON_CPU
+    width, full, *_ = ON_GPU if device.type != "cpu" else ON_CPU
     weight = torch.randn(4 * width, width, device=device).to(dtype)
     tokens = torch.randn(full, width, device=device).to(dtype)
     own_s, all_s = [], []
@@ -160,7 +161,7 @@ def measure_device(watch):
     """Measure a feed-forward's matrix multiplication with many and few rows, attention with many and few keys, a
     convolution, and a memory-bound operation."""
     device, dtype = watch.device, watch.dtype
-    width, full, short, long, brief, elements = ON_CUDA if device.type == "cuda" else ON_CPU
+    width, full, short, long, brief, elements = ON_GPU if device.type != "cpu" else ON_CPU
     weight, tokens = torch.randn(4 * width, width, device=device).to(dtype), torch.randn(full, width, device=device).to(
         dtype)
     works = {"matrix_s": lambda: F.linear(tokens, weight), "matrix_short_s": lambda: F.linear(tokens[:short], weight)}
@@ -168,7 +169,7 @@ def measure_device(watch):
         query, key = (torch.randn(1, HEADS, count, head, device=device).to(dtype) for count in (long, keys))
         works[f"attention_{head}_{name}_s"] = lambda query=query, key=key: F.scaled_dot_product_attention(
             query, key, key)
-    channels, side = (256, 128) if device.type == "cuda" else (64, 64)
+    channels, side = (256, 128) if device.type != "cpu" else (64, 64)
     image, kernel = (torch.randn(shape, device=device).to(dtype)
                      for shape in ((1, channels, side, side), (channels, channels, 3, 3)))
     one, other = (torch.randn(elements, device=device).to(dtype) for _ in range(2))
@@ -187,7 +188,7 @@ def measure_backends(device, dtype):
 
     Not a collective: other ranks may have other packages.
     """
-    numbers, tokens = {}, (ON_CUDA if device.type == "cuda" else ON_CPU)[3]
+    numbers, tokens = {}, (ON_GPU if device.type != "cpu" else ON_CPU)[3]
     usable, modules = [name for name, why in unusable(device).items() if not why], {}
     for name, head in itertools.product(usable, (64, 128)):
         query = torch.randn(1, HEADS, tokens, head, device=device).to(dtype)
@@ -224,7 +225,7 @@ def measure_operators(device, dtype):
             work = functools.partial(run_backend, BACKENDS[name], module, query, query, query, None, None, True)
             try:
                 work()
-                torch.cuda.synchronize(device)
+                accelerator.module(device).synchronize(device)
             except Exception as error:                         # of a package, or of cuDNN for this GPU
                 log.warning("attention by %s is not timed: %s", name, error)
                 continue
@@ -251,7 +252,7 @@ def measure_products(device, dtype):
     if not kitchen_layers.is_installed():
         return {}
     kitchen_layers.choose_backends()
-    width, rows, *_ = ON_CUDA if device.type == "cuda" else ON_CPU
+    width, rows, *_ = ON_GPU if device.type != "cpu" else ON_CPU
     plain, tokens = (torch.randn(count, width, device=device).to(dtype) for count in (4 * width, rows))
     works = {"": lambda: F.linear(tokens, plain)}
     for format_ in FORMATS:
@@ -336,7 +337,7 @@ def measure_links(watch, size, traffic, large_bytes, is_first):
                  all_to_all(chunks, shapes, own, traffic, chunks),
                  f"hop {size} {name}_s": lambda message=message:
                  RingExchange(message, message.shape, own, traffic).wait(),
-                 f"all_reduce {size} {name}_s": lambda message=message: dist.all_reduce(message, group=own),
+                 f"all_reduce {size} {name}_s": lambda message=message: all_reduce([message], own, traffic),
                  f"gather {size} {name}_s": lambda chunks=chunks:
                  all_gather(chunks[0], [len(chunks[0])] * size, 0, own, traffic)}
         numbers |= watch.seconds(works, repeats=10 if name == "small" else 1)
@@ -356,7 +357,7 @@ def measure_links(watch, size, traffic, large_bytes, is_first):
 def measure_overlap(watch, group, traffic, large_bytes):
     """Seconds of attention, of a ring hop, and of both at once, which show how far they overlap."""
     device, dtype = watch.device, watch.dtype
-    _, _, _, tokens, *_ = ON_CUDA if device.type == "cuda" else ON_CPU
+    _, _, _, tokens, *_ = ON_GPU if device.type != "cpu" else ON_CPU
     query = torch.randn(1, HEADS, tokens, 128, device=device).to(dtype)
     message = torch.zeros(large_bytes // dtype.itemsize, dtype=dtype, device=device)
 

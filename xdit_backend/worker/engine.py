@@ -14,6 +14,7 @@ from ..memory.staging import StagingBuffers
 from ..parallel.vae_memory import free_bytes
 from ..parallel.vae_rows import Ranks
 from ..protocol import messages
+from ..system import accelerator
 from . import device_probe
 from .autoencoders import Autoencoders
 from .memory import Memory
@@ -157,8 +158,8 @@ class Engine:
     def _report_memory(self, command, traffic):
         """Bytes of resident and parked weights and of used and free device memory, busy seconds of the device and CPU
         seconds of this process, after all earlier work is done."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            accelerator.module(self.device).synchronize(self.device)
         return {"pid": os.getpid(), "parked_bytes": self._models.parked_bytes,
                 "busy_s": self._predictions.take_busy_s(), "cpu_s": time.process_time(), **self._memory()}
 
@@ -170,15 +171,17 @@ class Engine:
         numbers, match = self._memory(), TRIED_TO_ALLOCATE.search(str(error))
         if match is not None:
             numbers["requested_bytes"] = float(match[1]) * UNITS[match[2]]
-        if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
+        if self.device.type != "cpu":
+            own = accelerator.module(self.device)
+            free, total = own.mem_get_info(self.device)
             known = sum(value for name, value in numbers.items() if name in KNOWN_BYTES)
-            numbers |= {"total_bytes": total, "other_bytes": total - free - torch.cuda.memory_reserved(self.device),
+            numbers |= {"total_bytes": total, "other_bytes": total - free - own.memory_reserved(self.device),
                         "activation_bytes": max(0, numbers["allocated_bytes"] - known)}
         return numbers
 
     def _memory(self):
-        allocated = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+        allocated = (accelerator.module(self.device).memory_allocated(self.device) if self.device.type != "cpu"
+                     else 0)
         return {"weight_bytes": (self._models.weight_bytes + self._autoencoders.weight_bytes
                                  + self._predictions.networks.num_bytes),
                 "vae_bytes": self._autoencoders.weight_bytes,

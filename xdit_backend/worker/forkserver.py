@@ -22,6 +22,7 @@ from pathlib import Path
 from .. import system
 from ..autoencoders import FAMILIES as VAES
 from ..models import FAMILIES
+from ..system import accelerator
 from . import bootstrap, torchrun
 
 MAX_BYTES = 2 ** 20                        # of one request
@@ -68,7 +69,8 @@ def _prepare():
     if num_threads > 1:
         return f"the imported libraries have started {num_threads - 1} threads"
     files = (Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
-    if torch.cuda.is_initialized() or any(_target(file).startswith(("/dev/nvidia", "/dev/kfd")) for file in files):
+    opened = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
+    if accelerator.module().is_initialized() or any(_target(file).startswith(opened) for file in files):
         return "the imported libraries have opened a GPU"
     return ""
 

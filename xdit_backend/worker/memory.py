@@ -7,10 +7,9 @@ import math
 import time
 from pathlib import Path
 
-import torch
-
 from .. import system
 from ..memory.system_memory import available_memory
+from ..system import accelerator
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"                           # proc(5): resets the peak of the resident set
@@ -28,14 +27,15 @@ class Memory:
 
     def __init__(self, device):
         self._device, self._start = device, {}
+        self._module = accelerator.module(device) if device.type != "cpu" else None
         # memory was freed since the last run began; time at which it will be
         self._is_emptied, self._until_s = True, math.inf
 
     def begin_run(self):
         """Reset the peak for another run. On a CPU, the peak covers all runs that used the same cached memory."""
-        if self._device.type == "cuda":
-            self._start = {"allocated": torch.cuda.memory_allocated(self._device)}
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if self._module is not None:
+            self._start = {"allocated": self._module.memory_allocated(self._device)}
+            self._module.reset_peak_memory_stats(self._device)
         elif self._is_emptied and STATUS.exists():
             self._start, self._is_emptied = _status(), False
             try:
@@ -55,8 +55,8 @@ class Memory:
             self._until_s = time.monotonic() + IDLE_S
 
     def _is_worth_caching(self, unused_bytes):
-        if self._device.type == "cuda":
-            cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        if self._module is not None:
+            cached = self._module.memory_reserved(self._device) - self._module.memory_allocated(self._device)
             return 0 < cached <= CACHE_SHARE * unused_bytes
         return not self._is_emptied and _status()["RssAnon"] - self._start["RssAnon"] <= CACHE_SHARE * unused_bytes
 
@@ -68,10 +68,10 @@ class Memory:
     def give_back(self):
         """Return unused memory to the device and the system; "given_bytes" of the result: bytes of VRAM freed."""
         freed_bytes = 0
-        if self._device.type == "cuda":
-            before = torch.cuda.memory_reserved(self._device)
-            torch.cuda.empty_cache()
-            freed_bytes = before - torch.cuda.memory_reserved(self._device)
+        if self._module is not None:
+            before = self._module.memory_reserved(self._device)
+            self._module.empty_cache()
+            freed_bytes = before - self._module.memory_reserved(self._device)
         system.trim_heap()
         self._is_emptied, self._until_s = True, math.inf
         return {"given_bytes": freed_bytes}
@@ -80,11 +80,12 @@ class Memory:
         """Bytes: total_bytes and unused_bytes of the device; reserved_bytes of this process on the device; host_bytes
         of its anonymous memory in system RAM; activation_bytes, the last run's peak including its caches. For a CPU
         worker, the peak of all runs since memory was freed."""
-        if self._device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._device) - self._start.get("allocated", 0) if self._start else 0
-            unused, total = torch.cuda.mem_get_info(self._device)
+        if self._module is not None:
+            peak = (self._module.max_memory_allocated(self._device) - self._start.get("allocated", 0) if self._start
+                    else 0)
+            unused, total = self._module.mem_get_info(self._device)
             return {"total_bytes": total, "unused_bytes": unused,
-                    "reserved_bytes": torch.cuda.memory_reserved(self._device),
+                    "reserved_bytes": self._module.memory_reserved(self._device),
                     "host_bytes": _status()["RssAnon"], "activation_bytes": max(0, peak)}
         now, (available, limit) = _status(), available_memory()
         peak = 0

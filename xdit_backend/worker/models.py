@@ -23,6 +23,7 @@ from ..models import FAMILIES
 from ..partition import FULL, ranks_by_part, split_stages, stage_blocks, stage_of
 from ..protocol.errors import XDiTError
 from ..protocol.shared_memory import map_segment
+from ..system import accelerator
 from .device_probe import matrix_flops_s
 from .self_check import check_split
 from .weight_residency import Residency
@@ -182,7 +183,8 @@ class Models:
     def _balanced(self, table, traffic):
         """Number of blocks of each stage, balanced by cost, the speed of the stages' devices and their free memory. A
         collective: every rank calls it."""
-        free = torch.cuda.mem_get_info(self._device)[0] * FULL if self._device.type == "cuda" else math.inf
+        free = (math.inf if self._device.type == "cpu"
+                else accelerator.module(self._device).mem_get_info(self._device)[0] * FULL)
         spec = table.spec
         devices = self._of_all(traffic, self._speed(spec, traffic), free - table.outside_bytes)
         stages = [[device for rank, device in enumerate(devices) if stage_of(rank, spec.stages) == stage]
@@ -209,9 +211,9 @@ class Models:
 
 def kind_of(device):
     """Numbers that differ between heterogeneous GPUs; all CPUs have the same."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return 0, 0, 0
-    return torch.cuda.get_device_properties(device).multi_processor_count, *torch.cuda.get_device_capability(device)
+    return accelerator.num_processors(device), *(accelerator.capability(device) or (0, 0))
 
 
 @dataclass

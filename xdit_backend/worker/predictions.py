@@ -19,6 +19,7 @@ from ..parallel.vae_memory import free_bytes
 from ..partition import FULL, shard_sizes
 from ..protocol.shared_memory import map_segment
 from ..protocol.specs import BY_BACKEND, MODES, Branch
+from ..system import accelerator
 from .busy_time import Clock
 from .cooperative_loading import WeightGroups
 from .injected_networks import Networks
@@ -323,8 +324,8 @@ class Predictions:
     @property
     def unused_bytes(self):
         """Unallocated bytes of the device; of system RAM, this rank's part among the CPU workers of the machine."""
-        if self._device.type == "cuda":
-            return torch.cuda.mem_get_info(self._device)[0]
+        if self._device.type != "cpu":
+            return accelerator.module(self._device).mem_get_info(self._device)[0]
         return free_bytes(self._device) // self._num_on_machine
 
     def _link(self, mesh, layout):

@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from ..distributed.collectives import Traffic, all_to_all
 from ..protocol.errors import LinkError, WorkerStartError
+from ..system import accelerator
 
 # VRAM that libraries and communication take before a model is loaded
 MIN_FREE_BYTES = 2 ** 29
@@ -12,13 +13,14 @@ TRANSFER_ELEMENTS = 2 ** 18                # int32, to each other rank
 
 
 def prepare_device(device):
-    """Create this process's CUDA context. Raises WorkerStartError if the device cannot be used or is full."""
-    if device.type != "cuda":
+    """Create this process's context on its GPU. Raises WorkerStartError if the device cannot be used or is full."""
+    if device.type == "cpu":
         return
+    own = accelerator.module(device)
     try:
-        torch.cuda.set_device(device)
-        torch.cuda.init()                                      # else DeviceMesh would choose a device by rank
-        free, total = torch.cuda.mem_get_info(device)
+        own.set_device(device)
+        own.init()                                             # else DeviceMesh would choose a device by rank
+        free, total = own.mem_get_info(device)
     except Exception as error:                                 # whatever a driver says
         raise WorkerStartError(f"Check whether another program uses all of {device} (nvidia-smi shows them), or has it "
                                f"in exclusive mode: it cannot be used ({type(error).__name__}: {error})") from error

@@ -3,9 +3,8 @@
 import collections
 import time
 
-import torch
-
 from ..protocol.messages import Span
+from ..system import accelerator
 
 NUM_SPANS = 8192                           # most recent spans to keep
 
@@ -27,7 +26,7 @@ class Timeline:
     def since(self, since_s):
         """Spans that began at since_s or later, with times of the clock that all processes share. All must have
         ended."""
-        anchor_s, anchor = self._anchor() if self._device.type == "cuda" else (0.0, None)
+        anchor_s, anchor = self._anchor() if self._device.type != "cpu" else (0.0, None)
         found = []
         for kind, start, end, step_time, first_row in list(self._spans):
             start_s, end_s = (mark if isinstance(mark, float) else anchor_s - mark.elapsed_time(anchor) / 1000
@@ -37,8 +36,8 @@ class Timeline:
         return found
 
     def _anchor(self):
-        """One point in time by both clocks: perf_counter's seconds, and a CUDA event, after synchronising."""
-        event = torch.cuda.Event(enable_timing=True)
+        """One point in time by both clocks: perf_counter's seconds, and an event of the device, after synchronising."""
+        event = accelerator.module(self._device).Event(enable_timing=True)
         event.record()
         event.synchronize()
         return time.perf_counter(), event

@@ -8,6 +8,7 @@ import torch
 
 from ....xdit_backend.host.compile_times import Decision
 from ....xdit_backend.planner.descriptions import describe_seconds
+from ....xdit_backend.protocol.devices import own_name
 from ..workers.worker_groups import GROUPS
 
 BACKEND = "inductor"
@@ -35,7 +36,7 @@ class CompileChoice:
         self._work, self._gpus = work, remote.estimates.gpus
         self._group = GROUPS.client(remote.devices).group
         self.decision = GROUPS.compile_times.decide(work, self._gpus, self._group, num_steps,
-                                                    remote.devices[0].startswith("cuda"))
+                                                    own_name(remote.devices[0]) != "cpu")
         return self.decision.is_compiled
 
     def end(self):

@@ -90,10 +90,10 @@ class Estimates:
         """BackendChoice.fastest by the devices' measurements; {} on CPUs, where torch has one operator. A single GPU is
         measured before its first long run, as several are."""
         setup = self._setup
-        if setup.config.attention != FASTEST or not all(own_name(name).startswith("cuda") for name in setup.devices):
+        if setup.config.attention != FASTEST or any(own_name(name) == "cpu" for name in setup.devices):
             return {}
         may_measure = (len(setup.devices) == 1 and job is not None and setup.dims is not None
-                       and is_long(setup.dims, job, "cuda"))
+                       and is_long(setup.dims, job, torch.device(own_name(setup.devices[0])).type))
         machine = GROUPS.machine(setup.devices, setup.spec.compute_dtype, may_measure)
         return {} if machine is None else fastest_operators(machine.devices)
 
@@ -203,7 +203,7 @@ class Estimates:
     def describe_speedup(self, step_s):
         """Describe a run's measured speedup over one device, for the user; "" if that has not been measured."""
         one = None if self.num_working == 1 or not step_s else self.on_one_device
-        return "" if one is None else describe_speedup(step_s, one, self._setup.devices[0].startswith("cuda"))
+        return "" if one is None else describe_speedup(step_s, one, own_name(self._setup.devices[0]) != "cpu")
 
 
 def _with_fastest(call, fastest):

@@ -8,7 +8,9 @@ import torch
 from ....xdit_backend.config import ParallelConfig
 from ....xdit_backend.memory.system_memory import available_memory
 from ....xdit_backend.planner.descriptions import SHOWN_S, describe_method
+from ....xdit_backend.protocol.devices import machine_of
 from ....xdit_backend.protocol.errors import ConfigError
+from ....xdit_backend.system import accelerator
 from ..workers.settings import Idle, chosen_idle
 from ..workers.worker_groups import GROUPS, devices_of, memory_of
 
@@ -103,8 +105,8 @@ def _devices():
             names = dict.fromkeys(devices_of(ParallelConfig()))
         except ConfigError:                                    # no usable device; the node shows the error
             names = {}
-    cuda = sorted(name for name in names if name.startswith("cuda"))           # of this machine
-    return [*map(_cuda_device, cuda), _host()]
+    gpus = sorted(name for name in names if not machine_of(name) and name != "cpu")
+    return [*map(_gpu, gpus), _host()]
 
 
 def _ranks(device):
@@ -113,14 +115,14 @@ def _ranks(device):
             if name == device and rank in client.memory]
 
 
-def _cuda_device(name):
+def _gpu(name):
     ranks, own, weights = _ranks(name), 0, 0
     for client in GROUPS.clients:
         for model_memory in filter(None, map(client.models.memory, client.models.names)):
             weights += sum(num_bytes - parked for device, num_bytes, parked in zip(
                 client.devices, model_memory.weight_bytes, model_memory.parked_bytes) if device == name)
-    if torch.cuda.is_initialized():
-        own = torch.cuda.memory_reserved(torch.device(name))
+    if accelerator.module().is_initialized():
+        own = accelerator.module().memory_reserved(torch.device(name))
     total = memory_of(name)
     known = {"weights": weights, "keys_values": _sum(ranks, "most_kept_bytes"), "vae": _sum(ranks, "vae_bytes"),
              "comfyui": own}
@@ -130,7 +132,7 @@ def _cuda_device(name):
                            - sum(known[owner] for owner in ("weights", "keys_values", "activations", "vae")))
     if ranks:
         known["other"] = total - min(rank["unused_bytes"] for rank in ranks) - reserved - own
-    return {"name": name, "title": torch.cuda.get_device_properties(torch.device(name)).name, "total": total,
+    return {"name": name, "title": GROUPS.gpu_of(name)[0], "total": total,
             "known": bool(ranks), "owners": add_up(total, known)}
 
 
@@ -152,8 +154,9 @@ def _host():
     cached = _sum(ranks, "most_kept_bytes")
     activations = max(0, _sum(ranks, "activation_bytes") - cached)
     vae = max([rank.get("vae_bytes", 0) for rank in ranks], default=0)
-    processes = _sum(ranks, "reserved_bytes") + sum(_sum(_ranks(name), "host_bytes") for client in GROUPS.clients
-                                                    for name in set(client.devices) if name.startswith("cuda"))
+    processes = _sum(ranks, "reserved_bytes") + sum(
+        _sum(_ranks(name), "host_bytes") for client in GROUPS.clients for name in set(client.devices)
+        if not machine_of(name) and name != "cpu")
     own = psutil.Process().memory_info()
     comfyui = own.rss - getattr(own, "shared", 0)
     other = limit - available - processes - comfyui

@@ -281,4 +281,4 @@ class MemoryCheck:
 
 def has_own_memory(device):
     """Whether a device has memory separate from system RAM."""
-    return own_name(device).startswith("cuda")
+    return own_name(device) != "cpu"

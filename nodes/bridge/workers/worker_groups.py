@@ -8,8 +8,6 @@ import threading
 import weakref
 from pathlib import Path
 
-import torch
-
 import comfy.model_management
 import folder_paths
 from comfy_execution.utils import get_executing_context
@@ -93,9 +91,8 @@ def memory_of(device):
     """
     if machine_of(device):
         return GROUPS.gpu_of(device)[1]
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+    if own_name(device) != "cpu":
+        return int(machine_profiles.gpu_of(device)[1])
     return available_memory()[1]
 
 
@@ -204,7 +201,7 @@ class Groups:
     def measure_again(self, dtype):
         """Measure the most recently used devices again, or those of a default ParallelConfig. Returns their names."""
         devices = self.clients[-1].devices if self._clients else devices_of(ParallelConfig())
-        if len(devices) < 2 and not own_name(devices[0]).startswith("cuda"):           # a GPU has several operators
+        if len(devices) < 2 and own_name(devices[0]) == "cpu":                        # a GPU has several operators
             raise ConfigError("Set several devices in xDiT Parallel Config and run once: there is nothing to measure, "
                               f"as only {devices[0]} is used.")
         self._know(devices, dtype, self._measure(devices, dtype))

@@ -1,8 +1,11 @@
 """Worker groups of which a rank fails: they go on unless an exchange is left over that other ranks have entered."""
 
 import functools
+import subprocess
+import sys
 from unittest import mock
 
+import psutil
 import pytest
 
 from xdit_backend.host import group_resources, hang_watchdog, launcher, pending_requests
@@ -255,6 +258,27 @@ def test_a_worker_that_beats_may_take_as_long_as_it_needs(group, clock, monkeypa
         group.wait([request], check=heartbeat)
 
     assert next(heartbeats, None) is None and not group.goes_on
+
+
+@pytest.mark.parametrize("code", [3, 0])
+@with_devices(("cpu", "cpu"))
+def test_a_worker_that_ended_is_named_though_its_connection_is_open(group, clock, code):
+    """As where a process that it forked has a copy of its socket."""
+    process = subprocess.Popen([sys.executable, "-c", f"input(); raise SystemExit({code})"], stdin=subprocess.PIPE)
+    group._resources.workers[1] = psutil.Process(process.pid)
+    request = group.post(ReportMemory)
+    rounds = iter(range(6))
+
+    def check():
+        clock.sleep(1)
+        number = next(rounds)                                  # long before a silence counts
+        group.workers[0].send(Heartbeat(0, request, 0, True))
+        if number == 1:
+            process.communicate(b"\n")
+    with pytest.raises(WorkerDiedError, match=r"^Worker rank 1 \(cpu\) died"):
+        group.wait([request], check=check)
+
+    assert next(rounds) >= 2 and not group.goes_on
 
 
 @with_devices(("cpu", "cpu"))

@@ -160,6 +160,41 @@ def test_a_killed_worker_fails_the_request_by_name_and_the_client_starts_anew(
     assert "WorkerDiedError: Worker rank" in told and f".../{folder.name}" in told and str(tmp_path) not in told
 
 
+FORKING = """
+import os
+import time
+import torch.distributed as dist
+init = dist.init_process_group
+
+def init_process_group(*args, **kwargs):
+    init(*args, **kwargs)
+    if os.fork() == 0:
+        time.sleep(120)
+        os._exit(0)
+dist.init_process_group = init_process_group
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_named_though_a_process_that_it_forked_has_its_connection(tmp_path, monkeypatch, supervisor):
+    """As a compiler's or a third-party package's process has. Its silence would be noticed after a minute only."""
+    (tmp_path / "sitecustomize.py").write_text(FORKING)
+    (tmp_path / "xdit_backend").symlink_to(torchrun.ROOT / "xdit_backend")
+    monkeypatch.setattr(torchrun, "ROOT", tmp_path)
+    before = set(left_behind())
+    group = WorkerGroup(("cpu", "cpu"), supervisor=supervisor)
+    try:
+        pids = {rank: int(done.numbers["pid"]) for rank, done in group.request(ReportMemory).items()}
+        psutil.Process(pids[1]).kill()
+        with pytest.raises(WorkerDiedError, match=r"^Worker rank 1 \(cpu\) died"):
+            while True:
+                group.request(ReportMemory)
+    finally:
+        group.close()
+
+    assert gone(before)
+
+
 @pytest.mark.slow
 def test_a_stopped_rank_is_noticed_and_replaced(client, spec_of, monkeypatch):
     """One that takes part in no exchange, as under CFG parallelism, would never be missed otherwise."""

@@ -4,6 +4,7 @@ written to neither before its block has run, nor read before its weights have co
 import threading
 import time
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: compute)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     thread = CopyThread(CPU, LateStaging(copies))
-    thread._stream = copies
+    thread._stream, thread._module = copies, torch.cuda
     offloaded = OffloadedBlocks(CPU, thread)
     weights = [torch.nn.Parameter(torch.full((8,), float(number)), requires_grad=False)
                for number in range(NUM_BLOCKS)]
@@ -121,11 +122,11 @@ def test_a_copy_that_fails_is_told_where_it_is_waited_for_and_the_thread_goes_on
     assert target.tolist() == [1, 1, 1]
 
 
-def test_a_stream_that_cannot_be_used_is_told_where_a_copy_is_waited_for(monkeypatch):
+def test_a_stream_that_cannot_be_used_is_told_where_a_copy_is_waited_for():
     def broken(stream):
         raise RuntimeError("no driver")
     thread, target = CopyThread(CPU, LateStaging(Stream())), torch.zeros(3)
-    monkeypatch.setattr(torch.cuda, "stream", broken)
+    thread._stream, thread._module = Stream(), SimpleNamespace(stream=broken, current_stream=lambda device: Stream())
 
     with pytest.raises(RuntimeError, match="no driver"):
         thread.wait(thread.start([(torch.ones(3), target)]))

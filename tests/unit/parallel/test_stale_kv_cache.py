@@ -40,7 +40,7 @@ class LateDevice:
 
     def offload(self):
         offload = Offload(CPU)
-        offload._stream = self
+        offload._stream, offload._module = self, torch.cuda
         return offload
 
     def ask(self, to, given, non_blocking):

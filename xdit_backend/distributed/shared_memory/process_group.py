@@ -12,6 +12,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from ...system import accelerator
 from .memory import DeviceCopies, SegmentMemory
 from .pair import ExchangeError, Pair, Transfer, segment_bytes
 
@@ -30,7 +31,7 @@ def register(folder):
     folder: private to this user and common to the ranks, for their listening sockets while groups are created.
     """
     dist.Backend.register_backend(BACKEND, functools.partial(_create, folder), extended_api=True,
-                                  devices=["cpu", "cuda"])
+                                  devices=["cpu", *accelerator.known_types()])
 
 
 def _create(folder, options, _backend_options):

@@ -1,6 +1,7 @@
 """Has workers count what lives in them when they are sent SIGUSR1, and print it as JSON.
 On their path by the `client` of these tests."""
 
+import os
 import signal
 
 
@@ -28,3 +29,7 @@ def count(signum, frame):
 
 
 signal.signal(signal.SIGUSR1, count)
+
+if os.environ.get("TEST_DEVICE"):
+    from tests.support.renamed_device import install
+    install()
