@@ -27,6 +27,8 @@ TABLE, EXPLAINED = (Path(__file__).with_name(f"comfyui_{name}.json") for name in
 VERSION = "comfyui"                        # key of the table: the version of ComfyUI
 NAMES = "names of "                        # prefix of keys of the table whose values are lists of names
 MODELS = "comfy.supported_models:models"
+# models of newer ComfyUIs, without which the table's version runs all others
+NEWER = {"comfy.ldm.wan.model_animate2.WanAnimate2Model"}
 KINDS = {"missing": "symbols missing", "signature": "signatures or values", "code": "bodies",
          "names": "names of keys or models"}
 
@@ -51,9 +53,9 @@ class Difference:
 def table_of(pack, tree):
     """The table of a pack and a ComfyUI. Raises SystemExit if this ComfyUI lacks a symbol that the pack uses."""
     uses = Uses(pack, tree)
-    if uses.missing:
+    if missing := {name: user for name, user in uses.missing.items() if name not in NEWER}:
         raise SystemExit("\n".join(["Use the ComfyUI that the pack supports: this one lacks", *sorted(
-            f"{name} [{user}]" for name, user in uses.missing.items())]))
+            f"{name} [{user}]" for name, user in missing.items())]))
     found = {}
     for key, (how, _) in uses.found.items():
         facts = tree.facts(key) if how in (REACHED, COMPUTED) else {"": tree.fact(key, has_body=how == COPIED)}
