@@ -26,6 +26,7 @@ def user(comfyui, monkeypatch, tmp_path):
     monkeypatch.setattr(comfyui.folder_paths, "get_user_directory", lambda: str(tmp_path))
     monkeypatch.setattr(comfyui.groups, "_machines", {})
     monkeypatch.setattr(comfyui.groups, "_calibrations", None)
+    monkeypatch.setattr(comfyui.groups, "measured", type(comfyui.groups.measured)(lambda: tmp_path))
     yield tmp_path / "xdit"
     comfyui.groups.client(TWO).workers.divide_by(())
     comfyui.groups._speeds.clear()
