@@ -12,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.integration.page.conftest import PANEL_BUTTON
 from tests.support.chromium import ARGUMENTS, find_chromium
 from tests.support.comfyui_server import ROOT, Host, comfyui_folder, make_base
 
@@ -77,7 +78,7 @@ def take_panel(page):
     page.evaluate("graph => app.loadGraphData(graph)",
                   json.loads((ROOT / "workflows" / "Demo.json").read_text(encoding="utf-8")))
     page.evaluate(SET, SETTINGS)
-    page.locator(".xdit-tab-button").click()
+    page.locator(PANEL_BUTTON).click()
     page.wait_for_selector(".xdit-device")
     page.evaluate("() => app.queuePrompt(0)")
     page.wait_for_selector(".xdit-panel dl[data-state=done]", timeout=300_000)
@@ -86,7 +87,7 @@ def take_panel(page):
         page.locator("[data-zoom=zoom_in]").click()
     page.wait_for_timeout(1500)
     page.locator(".xdit-panel").screenshot(path=ROOT / "web" / "panel.png")
-    page.locator(".xdit-tab-button").click()
+    page.locator(PANEL_BUTTON).click()
 
 
 def template_of_comfyui():

@@ -69,7 +69,7 @@ TRANSFORMER_OPTIONS = {
 REFUSED_OPTIONS = {
     "patches": "model patches", "patches_replace": "model patches that replace parts of the model",
     "rope_options": "a changed rotary scale",
-    "animate2_cache": "WanAnimate2Cache, for a model that xDiT does not run yet,",
+    "animate2_cache": "WanAnimate2Cache with a dtype other than default, which rounds the pose,",
     "qwen_image21_cache": "QwenImage21Cache, for a model that xDiT does not run yet,",
     "ar_state": "the sampler ar_video (Sampler AR Video), which caches earlier frames in the model,",
 }
@@ -247,6 +247,8 @@ def _transformer_options(options):
             found += [_named(REFUSED_OPTIONS[key], unknown)] if unknown else []
         elif key == "ar_state":                                # even an empty one requires another kind of call
             found.append(REFUSED_OPTIONS[key])
+        elif key == "animate2_cache" and getattr(value, "dtype", None) == "default":
+            continue                                           # workers compute the pose again, and find the same
         elif key in REFUSED_OPTIONS:
             found += [] if not value or _is_empty(value) else [_named(REFUSED_OPTIONS[key], value)]
         elif key not in TRANSFORMER_OPTIONS:

@@ -73,6 +73,20 @@ def test_what_else_the_node_gives_equals_native_ksampler(comfyui, requested, nat
     assert all(relative_error(native(other), native(case)) > 1e-3 for other in CASES if other != case)
 
 
+def cached(comfyui, model, dtype):
+    return comfyui.nodes.NODE_CLASS_MAPPINGS["WanAnimate2Cache"].execute(model, "cpu", dtype).args[0]
+
+
+def test_a_cache_of_the_pose_changes_nothing_unless_it_rounds(comfyui, requested, native):
+    want = comfyui.sample(cached(comfyui, comfyui.native(KIND), "default"), KIND, **requested("pose"))
+    model = comfyui.ours(KIND, comfyui.config("cpu,cpu", ulysses=2))
+
+    close(comfyui.sample(cached(comfyui, model, "default"), KIND, **requested("pose")), want, TOLERANCE)
+    close(want, native("pose"), TOLERANCE)
+    with pytest.raises(comfyui.errors.UnsupportedError, match="WanAnimate2Cache with a dtype other than default"):
+        comfyui.sample(cached(comfyui, model, "int8"), KIND, **requested("pose"))
+
+
 @pytest.mark.parametrize("method", ["ring", "pipefusion"])
 def test_methods_without_all_tokens_are_rejected(comfyui, method):
     with pytest.raises(comfyui.errors.ConfigError, match="each of its frames attends to its own frame of the pose"):

@@ -13,6 +13,7 @@ from tests.support.comfyui_server import ROOT, Host, comfyui_folder, make_base
 
 # the answer of POST /xdit/check for a graph without anything to reject, whose files are all here
 CHECKED = {"models": {}, "vaes": {}, "absent": [], "missing": [], "nodes": {}}
+PANEL_BUTTON = ".xdit-tab-button, [data-testid=xdit-tab-button]"     # the second in newer pages
 
 
 @pytest.fixture(scope="package")

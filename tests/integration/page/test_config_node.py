@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.integration.page.conftest import template
+from tests.integration.page.conftest import PANEL_BUTTON, template
 
 pytestmark = pytest.mark.slow
 
@@ -133,7 +133,7 @@ def test_what_is_refused_is_told_in_the_place_of_the_run_before(page, chinese):
                            ".map(node => node.title)")
     page.evaluate("""() => { app.graph.nodes.find(node => node.type === "XDiTParallelSampler")
         .addWidget("text", "$$node-text-preview", "20 steps in 9.0 s", () => null); }""")
-    page.locator(".xdit-tab-button").click()
+    page.locator(PANEL_BUTTON).click()
     page.wait_for_selector(".xdit-device")
 
     page.evaluate("() => app.queuePrompt(0).catch(() => null)")
@@ -142,7 +142,7 @@ def test_what_is_refused_is_told_in_the_place_of_the_run_before(page, chinese):
     node = page.evaluate("""() => app.graph.nodes.find(node => node.type === "XDiTParallelSampler")
         .widgets.find(widget => widget.name === "$$node-text-preview").value""")
     timeline = page.locator(".xdit-time").is_visible()
-    page.locator(".xdit-tab-button").click()
+    page.locator(PANEL_BUTTON).click()
 
     assert titles == ["正向提示词", "负向提示词"]
     assert panel == ("请把 mode 设为 auto，或例如 ulysses_degree 2：各并行度（ring_degree=3）的乘积为 3，"

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.integration.page.conftest import template
+from tests.integration.page.conftest import PANEL_BUTTON, template
 from tests.support.worker_processes import workers_below
 
 STEPS = 100
@@ -55,7 +55,7 @@ def page(chromium, host):
 
 
 def toggle(page):
-    page.locator(".xdit-tab-button").click()
+    page.locator(PANEL_BUTTON).click()
 
 
 def open_panel(page):

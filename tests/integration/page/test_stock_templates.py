@@ -52,7 +52,7 @@ def test_the_page_leaves_each_template_that_a_run_would_reject_and_no_other():
 
     for name, given, on_all in prompts_of(templates()):
         assert not isinstance(given, Exception), (name, given)
-        word = rows()[name][0]
+        word = rows().get(name, ("not compared",))[0]          # of another version of the templates than the table's
         is_converted = any(node["class_type"] == "XDiTLoadModel" for node in on_all.values())
         if is_converted != (word in ("equal", "chaotic")) and word != "not compared":
             wrong.append((name, word, is_converted))
