@@ -4,12 +4,16 @@ import argparse
 import getpass
 import re
 import socket
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from xdit_backend import system
 from xdit_backend.host import doctor
+from xdit_backend.protocol.devices import resolve_devices
 from xdit_backend.protocol.errors import WorkerStartError
+from xdit_backend.system import accelerator
 
 
 def report(capsys, *arguments):
@@ -38,6 +42,44 @@ def test_it_says_why_workers_do_not_start(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "WorkerGroup", fails)
 
     assert "do not start on cpu:\n  A worker ended while starting." in report(capsys, "--devices", "cpu")
+
+
+def test_gpus_of_a_kind_that_nobody_has_tried_are_marked(monkeypatch):
+    class Xpu:
+        """In place of torch.xpu, which has no compute capability."""
+        @staticmethod
+        def get_device_properties(device):
+            return SimpleNamespace(name="Arc", total_memory=2 ** 34)
+
+        @staticmethod
+        def mem_get_info(device):
+            return 2 ** 33, 2 ** 34
+    Xpu.is_available, Xpu.device_count = staticmethod(lambda: True), staticmethod(lambda: 2)
+    monkeypatch.setattr(accelerator, "device_type", lambda: "xpu")
+    monkeypatch.setattr(accelerator, "module", lambda device=None: Xpu)
+
+    lines = doctor.devices()
+
+    assert "not been tried on GPUs of this kind" in lines[0] and lines[1].startswith("xpu:0 Arc, ")
+    assert len(lines) == 3 and doctor.links() == ["xpu:0 to xpu:1: through system RAM",
+                                                  "xpu:1 to xpu:0: through system RAM"]
+    assert resolve_devices("auto", 2) == ("xpu:0", "xpu:1") == resolve_devices("xpu,xpu:1", 2)
+    assert doctor.page_lock_limit() == [] and not accelerator.has_nccl()
+
+
+@pytest.mark.parametrize("hip, marked", [(None, False), ("6.4", True)])
+def test_amd_gpus_are_marked(monkeypatch, hip, marked):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0 if not marked else 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 ** 33, 2 ** 34))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="Radeon", major=11,
+                                                                                            minor=0))
+
+    assert accelerator.is_tried() != marked
+    if marked:
+        assert "ROCm 6.4" in doctor.devices()[0] and "not been tried" in doctor.devices()[0]
+        assert doctor.devices()[1].startswith("cuda:0 Radeon, capability 11.0, ")
 
 
 def test_of_the_environment_it_tells_names_alone(capsys, monkeypatch):

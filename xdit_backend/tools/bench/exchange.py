@@ -20,6 +20,7 @@ from ... import system
 from ...distributed.collectives import RingExchange, Traffic, on_wire
 from ...distributed.mesh import make_group
 from ...distributed.shared_memory.process_group import BACKEND, register
+from ...host.torchrun import CPU_ALLOCATOR
 from ...protocol.devices import can_use_nccl
 from ...protocol.errors import ConfigError
 from .worker_groups import count_cuda, devices_of
@@ -41,6 +42,8 @@ def main(options):
         raise ConfigError("Use Linux: the exchange through shared memory is not implemented on this system.")
     devices = devices_of(options.ranks, count_cuda(options.device))
     context = multiprocessing.get_context("spawn")
+    if "cpu" in devices:
+        os.environ |= CPU_ALLOCATOR                            # as workers: else a new tensor's pages are touched first
     with tempfile.TemporaryDirectory(prefix="xdit-exchange-") as folder:
         ranks = [context.Process(target=run, args=(rank, devices, folder, options)) for rank in range(options.ranks)]
         for rank in ranks:
@@ -81,7 +84,7 @@ def run(rank, devices, folder, options):
 
 
 def to_all(sent, received, group):
-    """all-to-all of rows by rank, without this rank's own."""
+    """all-to-all of rows by rank, without this rank's own; returns {rank: row received}."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     sizes = [0 if other == rank else len(row) for other, row in enumerate(sent)]
     send = on_wire(sent[:size - 1].view(-1), group)
@@ -89,12 +92,13 @@ def to_all(sent, received, group):
     dist.all_to_all_single(arriving, send, sizes, sizes, group=group)
     if arriving.device != received.device:
         received[:size - 1].view(-1).copy_(arriving)
-    return [other for other in range(size) if other != rank]
+    return dict(zip((other for other in range(size) if other != rank), received))
 
 
 def hop(sent, received, group):
-    received[0] = RingExchange(sent[0], sent[0].shape, group, Traffic()).wait()
-    return [(dist.get_rank() - 1) % dist.get_world_size()]
+    """Send a row to the next rank. Receives into new memory, as in a model."""
+    return {(dist.get_rank() - 1) % dist.get_world_size():
+            RingExchange(sent[0], sent[0].shape, group, Traffic()).wait()}
 
 
 def measure(rank, device, num_bytes, exchange, transports, rounds):
@@ -111,12 +115,13 @@ def measure(rank, device, num_bytes, exchange, transports, rounds):
             dist.barrier()
             for _ in range(REPEATS):
                 started_s, cpu_s = time.perf_counter(), time.process_time()
-                senders = exchange(sent, received, group)
+                arrived = exchange(sent, received, group)
                 synchronize(device)
                 if round_:
                     times[name][0].append(time.perf_counter() - started_s)
                     times[name][1].append(time.process_time() - cpu_s)
-            assert all(bool((row == sender).all()) for row, sender in zip(received, senders))
+            assert all(bool((row == sender).all()) for sender, row in arrived.items())
+            del arrived
     return times
 
 
