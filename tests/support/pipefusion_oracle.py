@@ -155,16 +155,19 @@ class StaleModel:
                 and self.block not in options.dense_blocks and key.shape[2] >= options.min_tokens)
 
     def _sparse(self, query, keys, values, fresh, seen, counts, scale):
-        """Of the patch's queries; nobody reads the others."""
-        starts = dict(zip(self.streams, itertools.accumulate(map(counts.get, self.streams), initial=0)))
+        """Of the patch's queries; nobody reads the others. The image is last in the sequence, wherever the tensor has
+        it."""
+        order = [*(stream for stream in self.streams if stream != "image"), "image"]
+        starts = dict(zip(order, itertools.accumulate(map(counts.get, order), initial=0)))
+        positions = torch.cat([starts[stream] + torch.arange(counts[stream]) for stream in self.streams])
         of = {stream: range(start, start + counts[stream]) for stream, start in starts.items() if stream != "image"}
         sinks = [position for positions in of.values() for position in positions]
         rows = list(of["audio"]) if of.get("audio") else sinks
         sinks, rows = {"off": ((), ()), "exact_kv": (sinks, ()), "exact_kv_and_rows": (sinks, rows)}[
             self.sparse.sink_conditioning]
         out = torch.zeros_like(query)
-        out[:, :, fresh] = sparse_oracle(query[:, :, fresh], keys, values, fresh.nonzero()[:, 0],
-                                         seen.nonzero()[:, 0], self.sparse, sinks, rows, scale)
+        out[:, :, fresh] = sparse_oracle(query[:, :, fresh], keys, values, positions[fresh], positions[seen],
+                                         self.sparse, sinks, rows, scale)
         return out
 
 

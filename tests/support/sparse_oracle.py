@@ -8,7 +8,7 @@ BLOCK = 64
 
 
 def sparse_oracle(q, k, v, query_positions, key_positions, options, sinks=(), dense_rows=(), scale=None):
-    """Attention of queries (B, N, T, H) at these positions (T,) to keys and values at theirs, in ascending order.
+    """Attention of queries (B, N, T, H) at these positions (T,) to keys and values at theirs.
 
     options: specs.SparseOptions. sinks: positions whose blocks every query selects. dense_rows: positions of queries
     whose blocks select all.

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 
 import torch
 
+from ..protocol.specs import SOL_ATTN
+from ..protocol.specs import SPARSE_BLOCK as BLOCK
 from .backends import HALF, attention_with_lse, capability_of
 from .log_sum_exp import merge_attention
 
-BLOCK = 64                                 # tokens of a block
-SOL_ATTN = "sol-attn"                      # method with a threshold; the other, "sla", selects a fixed fraction
 EPSILON = 1e-6 * math.log(2) ** 2          # added to the variance of logits: 1e-6 for logits in base 2
 NO_KEYS = -1e30                            # log-sum-exp of a row without keys: finite, so that a merge gives no NaN
 MAX_GATHERED = 2 ** 22                     # elements of the keys that are gathered at once
+MAX_LOGITS = 2 ** 26                       # pooled logits of the heads that are selected for at once
 MAX_PADDING = 1.25                         # of rows with different numbers of keys that are computed at once
 FLEX_HEAD_SIZES = 64, 128                  # head sizes that FlexAttention computes
 
@@ -148,8 +149,8 @@ class SparseAttention:
     """Block-sparse attention of one call, without its tensors.
 
     Every block of queries attends exactly to the blocks whose pooled keys score highest, and to its own block and its
-    neighbours. Each other block contributes one logit, of its mean key with the mean query, and its mean value, weighted
-    by its number of tokens.
+    neighbours. Each other block contributes one logit, of its mean key with the mean query, and its mean value,
+    weighted by its number of tokens.
     """
 
     method: str                            # SOL_ATTN or "sla"
@@ -211,10 +212,15 @@ def block_sparse_attention(q_BNTH, sums, hops, sparse, rank, scale=None):
     num_queries = layout.take(counts_of(union_of(sparse.queries), device), union_of(sparse.queries), 0).to(dtype)
     k_mean = k_sum / num_keys
     centre = k_mean.mean(2, keepdim=True)
-    logits, selected = sparse.select(q_sum / num_queries, k_mean - centre, rank, scale)
+    heads = max(1, MAX_LOGITS // (q_sum.shape[0] * q_sum.shape[2] * k_mean.shape[2]))
+    found = []
+    for q_mean, means, v_mean in zip(*(each.split(heads, 1) for each in (
+            q_sum / num_queries, k_mean - centre, v_sum / num_keys))):
+        logits, selected = sparse.select(q_mean, means, rank, scale)
+        found.append((selected, *_pooled(logits, selected, v_mean, num_keys)))
+    selected, out, lse = (torch.cat(each, 1) for each in zip(*found))
     q_blocks = layout.blocks(q_BNTH)
     # the pooled logits are of centred keys: add the centre's logit, which differs from row to row
-    out, lse = _pooled(logits, selected, v_sum / num_keys, num_keys)
     lse = lse[..., None] + scale * (q_blocks.to(dtype) * centre[:, :, :, None]).sum(4, keepdim=True)
     out = out[:, :, :, None].expand(*q_blocks.shape[:4], -1)
     for key_layout, k_BNTH, v_BNTH in hops:
@@ -313,7 +319,8 @@ def _by_flex(q_blocks, k_blocks, v_blocks, layout, selected, scale, flex_attenti
     def allowed(image, head, query, key):
         return selected[image, head, query // BLOCK, key // BLOCK] & flat_here[key]
 
-    listed = [(blocks.sum(3, dtype=torch.int32), blocks.to(torch.uint8).argsort(dim=3, descending=True, stable=True).to(torch.int32))
+    listed = [(blocks.sum(3, dtype=torch.int32),
+               blocks.to(torch.uint8).argsort(dim=3, descending=True, stable=True).to(torch.int32))
               for blocks in (selected & ~is_full, selected & is_full)]
     mask = BlockMask.from_kv_blocks(*listed[0], *listed[1], BLOCK_SIZE=BLOCK, mask_mod=allowed,
                                     seq_lengths=(q_blocks.shape[2] * BLOCK, len(flat_here)),

@@ -45,10 +45,10 @@ def _sparse(options, streams, counts, tokens, mesh, context):
 
 
 def stream_counts(streams, context):
-    """Number of tokens of each stream in the model's sequence, {stream: count} in its order. With PipeFusion a forward
-    has some of them."""
-    return {stream: context.num_image_tokens if stream == "image" else context.tokens.held(stream)
-            for stream in streams}
+    """Number of tokens of each stream in the model's sequence, {stream: count}, the image last as in ComfyUI's models.
+    With PipeFusion a forward has some of them."""
+    others = {stream: context.tokens.held(stream) for stream in streams if stream != "image"}
+    return others | {"image": context.num_image_tokens}
 
 
 def layout_of(shards, counts, first_token):

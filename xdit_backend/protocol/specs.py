@@ -183,7 +183,9 @@ class WeightCopies:
     is_shared: bool = False
 
 
-METHODS_OF_SPARSE = "sol-attn", "sla"
+SOL_ATTN = "sol-attn"
+METHODS_OF_SPARSE = SOL_ATTN, "sla"
+SPARSE_BLOCK = 64                          # tokens of a block
 SINKS = "exact_kv_and_rows", "exact_kv", "off"
 
 

@@ -27,7 +27,8 @@ def sampled(rank, world_size, name, layout, sparse, num_patches, warmup_steps, e
         MUTANTS[mutant]()
     with torch.no_grad():
         one = example(name, **SHAPES[name])
-        pipeline, latent = Pipeline(rank, world_size, one, layout, extrapolation=extrapolation, sparse=sparse), one.latent
+        pipeline = Pipeline(rank, world_size, one, layout, extrapolation=extrapolation, sparse=sparse)
+        latent = one.latent
         patches = cuts(one, num_patches, layout.ring_degree * layout.ulysses_degree)
         found = pipeline.sample(patches, warmup_steps, patches[0][0].dim, SIGMAS)
         if pipeline.link:
