@@ -183,11 +183,11 @@ class SparseAttention:
         """The highest logits of each row, without those of the sinks, which do not count."""
         num_others = sum(not any(start <= block < end for start, end in self.exact_keys)
                          for first, count in all_keys.spans for block in range(first, first + count))
-        num_kept = max(0, min(num_others - 1, max(1, round(self.keep * num_others))))
-        if not num_kept:
+        num_selected = max(0, min(num_others - 1, max(1, round(self.keep * num_others))))
+        if not num_selected:
             return torch.zeros_like(logits, dtype=torch.bool)
         ranked = logits.masked_fill(sinks, -math.inf)
-        return ranked >= ranked.topk(num_kept, 3).values[..., -1:]
+        return ranked >= ranked.topk(num_selected, 3).values[..., -1:]
 
 
 def _within(blocks, ranges):
@@ -249,7 +249,40 @@ def attend_selected(q_blocks, k_BNTH, v_BNTH, layout, selected, scale):
     k_blocks, v_blocks = layout.blocks(k_BNTH), layout.blocks(v_BNTH)
     if runs_flex(q_blocks):
         return _by_flex(q_blocks, k_blocks, v_blocks, layout, selected, scale, _compiled_flex())
-    return _gathered(q_blocks, k_blocks, v_blocks, layout, selected, scale)
+    compute = _by_row if q_blocks.device.type == "cpu" else _gathered
+    return compute(q_blocks, k_blocks, v_blocks, layout, selected, scale)
+
+
+def _by_row(q_blocks, k_blocks, v_blocks, layout, selected, scale):
+    """attend_selected on a CPU: one block of queries at a time, whose keys and logits stay in the cache. Its buffers
+    are reused, since new memory of this size costs more than the arithmetic."""
+    num_rows, _, head_size = q_blocks.shape[2:]
+    num_columns, dtype = k_blocks.shape[2], torch.promote_types(q_blocks.dtype, torch.float32)
+    queries, keys, values = (each.to(dtype).flatten(0, 2) for each in (q_blocks, k_blocks, v_blocks))
+    flat = selected.reshape(-1, num_columns)
+    counts = flat.sum(1).tolist()
+    columns = flat.nonzero()[:, 1].split(counts)
+    most = max(counts)
+    if not most:
+        return None
+    out, lse = torch.zeros_like(queries), queries.new_full((*queries.shape[:2], 1), NO_KEYS)
+    gathered, memory = keys.new_empty(most, BLOCK, head_size), queries.new_empty(BLOCK * most * BLOCK)
+    here = None if layout.is_full else layout.present(keys.device)
+    for row, (count, wanted) in enumerate(zip(counts, columns)):
+        if not count:
+            continue
+        index = wanted + row // num_rows * num_columns
+        logits = memory[:BLOCK * count * BLOCK].view(BLOCK, -1)
+        k = torch.index_select(keys, 0, index, out=gathered[:count]).view(-1, head_size)
+        torch.addmm(logits, queries[row], k.T, beta=0, alpha=scale, out=logits)
+        if here is not None:
+            logits.masked_fill_(~here[wanted].flatten(), NO_KEYS)
+        highest = logits.amax(1, keepdim=True)
+        total = logits.sub_(highest).exp_().sum(1, keepdim=True)
+        v = torch.index_select(values, 0, index, out=gathered[:count]).view(-1, head_size)
+        torch.mm(logits, v, out=out[row]).div_(total)
+        torch.add(highest, total.log_(), out=lse[row])
+    return out.view(q_blocks.shape), lse.view(*q_blocks.shape[:4], 1)
 
 
 def _gathered(q_blocks, k_blocks, v_blocks, layout, selected, scale):

@@ -75,6 +75,19 @@ def test_tokens_in_runs_equal_the_oracle(queries, keys, options):
 
 @pytest.mark.parametrize("options", [SOL, SLA], ids=["sol-attn", "sla"])
 @pytest.mark.parametrize("num_tokens", [640, 701])
+def test_gathered_keys_equal_the_oracle(monkeypatch, num_tokens, options):
+    """As devices without FlexAttention compute them."""
+    (q, k, v), positions = tensors(num_tokens), torch.arange(num_tokens)
+    want = sparse_oracle(q, k, v, positions, positions, options)
+    monkeypatch.setattr(block_sparse, "_by_row", block_sparse._gathered)
+
+    within((attended(q, k, v, options) - want).abs().max(), 1e-12)
+    monkeypatch.setattr(block_sparse, "MAX_GATHERED", 1)
+    within((attended(q, k, v, options) - want).abs().max(), 1e-12)
+
+
+@pytest.mark.parametrize("options", [SOL, SLA], ids=["sol-attn", "sla"])
+@pytest.mark.parametrize("num_tokens", [640, 701])
 def test_flex_attention_equals_the_gathered_keys(monkeypatch, num_tokens, options):
     from torch.nn.attention import flex_attention
     monkeypatch.setattr(flex_attention, "_WARNINGS_SHOWN", {"flex_attention"}, raising=False)
