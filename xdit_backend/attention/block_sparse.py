@@ -221,7 +221,8 @@ def block_sparse_attention(q_BNTH, sums, hops, sparse, rank, scale=None):
     selected, out, lse = (torch.cat(each, 1) for each in zip(*found))
     q_blocks = layout.blocks(q_BNTH)
     # the pooled logits are of centred keys: add the centre's logit, which differs from row to row
-    lse = lse[..., None] + scale * (q_blocks.to(dtype) * centre[:, :, :, None]).sum(4, keepdim=True)
+    of_centre = q_BNTH.to(dtype) @ centre.transpose(2, 3)
+    lse = lse[..., None] + scale * layout.blocks(of_centre)
     out = out[:, :, :, None].expand(*q_blocks.shape[:4], -1)
     for key_layout, k_BNTH, v_BNTH in hops:
         found = attend_selected(q_blocks, k_BNTH, v_BNTH, key_layout, key_layout.take(selected, all_keys, 3), scale)
@@ -265,11 +266,12 @@ def _by_row(q_blocks, k_blocks, v_blocks, layout, selected, scale):
     most = max(counts)
     if not most:
         return None
-    out, lse = torch.zeros_like(queries), queries.new_full((*queries.shape[:2], 1), NO_KEYS)
+    out, lse = torch.empty_like(queries), queries.new_full((*queries.shape[:2], 1), NO_KEYS)
     gathered, memory = keys.new_empty(most, BLOCK, head_size), queries.new_empty(BLOCK * most * BLOCK)
     here = None if layout.is_full else layout.present(keys.device)
     for row, (count, wanted) in enumerate(zip(counts, columns)):
         if not count:
+            out[row].zero_()
             continue
         index = wanted + row // num_rows * num_columns
         logits = memory[:BLOCK * count * BLOCK].view(BLOCK, -1)
