@@ -4,7 +4,16 @@ import logging
 
 from comfy_api.latest import io
 
-from ..xdit_backend.config import APPROXIMATE, ATTENTIONS, COMPILES, DISPLACED_MODES, WARMUPS, ParallelConfig
+from ..xdit_backend.config import (
+    APPROXIMATE,
+    ATTENTIONS,
+    COMPILES,
+    DENSE,
+    DISPLACED_MODES,
+    SPARSE_ATTENTIONS,
+    WARMUPS,
+    ParallelConfig,
+)
 from ..xdit_backend.protocol.specs import EXCHANGES
 from .bridge.workers.worker_groups import describe_missing, devices_of, show_text
 
@@ -154,4 +163,18 @@ def _computing_inputs():
                        tooltip="The data type in which devices that split an image's tokens (Ulysses, Ring) send each "
                        "other queries, keys and values. fp8 sends about half the bytes, for slow links; the image "
                        "differs slightly from a single-GPU run."),
+        io.Combo.Input("sparse_attention", options=list(SPARSE_ATTENTIONS), default=DENSE, optional=True, advanced=True,
+                       tooltip="Block-sparse self-attention for long videos: less time, and the image changes. "
+                       "Each block of 64 tokens attends to the blocks of keys with the highest scores, and to the "
+                       "means of the others. sol-attn: scores above a threshold. sla: a fixed percentage; for models "
+                       "or LoRAs that were trained with it. It equals a single GPU with the same setting, with all "
+                       "methods except DistriFusion. Sequences below min_tokens and masked attention stay dense; the "
+                       "sampler node shows how many attentions were sparse."),
+        io.String.Input("sparse_settings", default="", optional=True, advanced=True,
+                        tooltip="Settings of sparse_attention, separated by commas, such as "
+                        '"tau=1.5, dense_blocks=0 1 47-49". tau: threshold of sol-attn in standard deviations, 1.3; '
+                        "higher is sparser. keep_percent: of sla, 10. start_percent and end_percent: the part of "
+                        "sampling that is sparse, 0.2 and 1. dense_blocks: blocks that stay dense. min_tokens: 12288. "
+                        "sink_conditioning: exact_kv_and_rows (text, references and audio stay dense), exact_kv "
+                        "(every token attends to them) or off."),
     ]

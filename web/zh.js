@@ -451,6 +451,20 @@ export const ZH = {
     "请使用 tensor_degree，或 num_patches 1（各级互相等待），或把 approximate 设为 allowed：approximate=\"{0}\" 而 pipefusion_degree={1}：它的各块使用上一步的键和值。",
   "Set exchange to {}, or approximate to allowed: approximate=\"{}\" and exchange=\"{}\", which rounds the tensors that devices exchange to 8 bits.":
     "请把 exchange 设为 {0}，或把 approximate 设为 allowed：approximate=\"{1}\" 而 exchange=\"{2}\"：它把设备间交换的张量舍入到 8 位。",
+  "Set sparse_attention to {}, or approximate to allowed: approximate=\"{}\" and sparse_attention=\"{}\", which changes the image.":
+    "请把 sparse_attention 设为 {0}，或把 approximate 设为 allowed：approximate=\"{1}\" 而 sparse_attention=\"{2}\"：它会改变图像。",
+  "Set displaced_degree to 1, or sparse_attention to {}: displaced_degree={}, which does not run with sparse_attention=\"{}\".":
+    "请把 displaced_degree 设为 1，或把 sparse_attention 设为 {0}：displaced_degree={1} 不能与 sparse_attention=\"{2}\" 一起使用。",
+  "Set {} in sparse_settings to a number from {} to {}: sparse_settings has \"{}\".":
+    "请把 sparse_settings 中的 {0} 设为 {1} 到 {2} 之间的数：sparse_settings 中有 \"{3}\"。",
+  "Set dense_blocks in sparse_settings to blocks separated by spaces, such as \"0 1 47-49\": sparse_settings has \"{}\".":
+    "请把 sparse_settings 中的 dense_blocks 设为用空格分隔的块，例如 \"0 1 47-49\"：sparse_settings 中有 \"{0}\"。",
+  "Set sink_conditioning in sparse_settings to {}: sparse_settings has \"{}\".":
+    "请把 sparse_settings 中的 sink_conditioning 设为 {0}：sparse_settings 中有 \"{1}\"。",
+  "Give sparse_settings as \"name=value\" separated by commas, with the names {}: sparse_settings has \"{}\".":
+    "请以逗号分隔的 \"name=value\" 填写 sparse_settings，可用的名称为 {0}：sparse_settings 中有 \"{1}\"。",
+  "Set sparse_attention to {}: {} has no self-attention over all tokens of the image, which sparse_attention=\"{}\" is about.":
+    "请把 sparse_attention 设为 {0}：{1} 没有对图像所有 token 的自注意力，而 sparse_attention=\"{2}\" 针对的正是它。",
   "Set displaced_mode to full_sync, or approximate to allowed: approximate=\"{}\" and displaced_degree={}, and with displaced_mode {} devices use rows of the previous step.":
     "请把 displaced_mode 设为 full_sync，或把 approximate 设为 allowed：approximate=\"{0}\" 而 displaced_degree={1}：displaced_mode 为 {2} 时，设备使用上一步的行。",
   "Set pipefusion_degree to at most {}: pipefusion_degree={} is more than {}'s {} blocks.":

@@ -3,11 +3,23 @@
 import dataclasses
 import itertools
 import math
+import re
 from dataclasses import dataclass
 
 from .protocol.devices import resolve_devices
 from .protocol.errors import ConfigError
-from .protocol.specs import ATTENTIONS, AUTO, EXCHANGES, MODES, WHOLE, ForwardOptions, Layout
+from .protocol.specs import (
+    ATTENTIONS,
+    AUTO,
+    EXCHANGES,
+    METHODS_OF_SPARSE,
+    MODES,
+    SINKS,
+    WHOLE,
+    ForwardOptions,
+    Layout,
+    SparseOptions,
+)
 
 WARMUPS = ("auto", "whole", "micro_batches", "sequence")
 DEGREES = tuple(field.name for field in dataclasses.fields(Layout))
@@ -15,6 +27,12 @@ APPROXIMATE = ("allowed", "not allowed", "for speed")
 DISPLACED_MODES = (AUTO, *MODES)
 COMPILE_AUTO = "auto"                      # blocks, if that is estimated to save more time than compiling takes
 COMPILES = "off", "blocks", COMPILE_AUTO
+DENSE = "off"                              # of sparse_attention
+SPARSE_ATTENTIONS = DENSE, *METHODS_OF_SPARSE
+# sparse_settings: lowest and highest number
+SPARSE_RANGES = {"tau": (0, 4), "keep_percent": (0.5, 95), "start_percent": (0, 1), "end_percent": (0, 1),
+                 "min_tokens": (0, 2 ** 20)}
+BLOCK_RANGE = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
 ALL_ON_DEVICE = "all on the device"
 WEIGHTS_MEMORY = {"auto": None, ALL_ON_DEVICE: 0}      # keywords of weights_memory, and their value in bytes
 FORMER_DEFAULTS = {"displaced_mode": "corrected_async_gn"}     # stored in older workflows without the user's choice
@@ -58,6 +76,8 @@ class ParallelConfig:
     attention: str = ATTENTIONS[0]             # attention backend, one of ATTENTIONS
     compile: str = COMPILES[0]                 # whether blocks are compiled with torch.compile, one of COMPILES
     exchange: str = WHOLE                      # communication dtype of attention's tensors, one of EXCHANGES
+    sparse_attention: str = DENSE              # block-sparse self-attention, one of SPARSE_ATTENTIONS
+    sparse_settings: str = ""                  # fields of SparseOptions, "tau=1.5, dense_blocks=0 47-49"; "": defaults
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -70,7 +90,19 @@ class ParallelConfig:
     def forward_options(self):
         """The ForwardOptions of these settings."""
         return ForwardOptions(compile_backend="inductor" if self.compile == "blocks" else "", exchange=self.exchange,
-                              extrapolation=self.forecast_keys_values)
+                              extrapolation=self.forecast_keys_values, sparse=self.sparse)
+
+    @property
+    def sparse(self):
+        """The SparseOptions of these settings; None: attention is dense. Raises ConfigError for text that is not a
+        list of settings."""
+        if self.sparse_attention == DENSE:
+            return None
+        found: dict = {}
+        for text in filter(None, map(str.strip, self.sparse_settings.split(","))):
+            name, _, value = map(str.strip, text.partition("="))
+            found[name] = _sparse_setting(name, value, text)
+        return SparseOptions(self.sparse_attention, **found)
 
     @property
     def compiles_where_it_pays(self):
@@ -193,12 +225,13 @@ def validate(config, num_devices):
                           f"warmup_steps={config.warmup_steps} must not be negative.")
     for name, choices in (("mode", ("auto", "manual")), ("warmup", WARMUPS), ("displaced_mode", DISPLACED_MODES),
                         ("approximate", APPROXIMATE), ("compile", COMPILES), ("attention", ATTENTIONS),
-                        ("exchange", EXCHANGES)):
+                        ("exchange", EXCHANGES), ("sparse_attention", SPARSE_ATTENTIONS)):
         value = getattr(config, name)
         if value not in choices:
             raise ConfigError(f'Set {name} to {_one_of(choices)}: {name}="{value}" is none of these.')
     check_weights_memory(config.weights_memory)
     refuse_rounded_exchange(config)
+    refuse_sparse(config)
     if config.mode == "auto":
         return
     if (count := len(config.num_stage_blocks)) not in (0, config.pipefusion_degree):
@@ -224,6 +257,58 @@ def validate(config, num_devices):
         raise ConfigError(
             f"Set mode to auto, or for example {_example(num_devices)}: the degrees ({', '.join(text) or 'all 1'}) "
             f"multiply to {product}, and there {'is 1 device' if num_devices == 1 else f'are {num_devices} devices'}.")
+
+
+def refuse_sparse(config):
+    """Reject block-sparse attention where it cannot be applied, or results must equal a single device's."""
+    if config.sparse is None:
+        return
+    if not config.may_differ:
+        raise ConfigError(f'Set sparse_attention to {DENSE}, or approximate to allowed: '
+                          f'approximate="{config.approximate}" and sparse_attention="{config.sparse_attention}", which '
+                          "changes the image.")
+    if config.mode == "manual" and config.displaced_degree > 1:
+        raise ConfigError(f"Set displaced_degree to 1, or sparse_attention to {DENSE}: "
+                          f"displaced_degree={config.displaced_degree}, which does not run with "
+                          f'sparse_attention="{config.sparse_attention}".')
+
+
+def _sparse_setting(name, value, text):
+    """The value of one field of SparseOptions. Raises ConfigError if it has none."""
+    if name in SPARSE_RANGES:
+        lowest, highest = SPARSE_RANGES[name]
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not lowest <= number <= highest or (name == "min_tokens" and number != int(number)):
+            raise ConfigError(f"Set {name} in sparse_settings to a number from {lowest} to {highest}: "
+                              f'sparse_settings has "{text[:MAX_SHOWN]}".')
+        return int(number) if name == "min_tokens" else number
+    if name == "dense_blocks":
+        ranges = [BLOCK_RANGE.fullmatch(each) for each in value.split()]
+        if not all(ranges):
+            raise ConfigError('Set dense_blocks in sparse_settings to blocks separated by spaces, such as "0 1 47-49": '
+                              f'sparse_settings has "{text[:MAX_SHOWN]}".')
+        return tuple(sorted({block for each in ranges if each
+                             for block in range(int(each[1]), int(each[2] or each[1]) + 1)}))
+    if name == "sink_conditioning" and value in SINKS:
+        return value
+    if name == "sink_conditioning":
+        raise ConfigError(f"Set sink_conditioning in sparse_settings to {_one_of(SINKS)}: sparse_settings has "
+                          f'"{text[:MAX_SHOWN]}".')
+    raise ConfigError('Give sparse_settings as "name=value" separated by commas, with the names '
+                      f"{', '.join([*SPARSE_RANGES, 'dense_blocks', 'sink_conditioning'])}: sparse_settings has "
+                      f'"{text[:MAX_SHOWN]}".')
+
+
+def validate_sparse(config, plan, family):
+    """Reject block-sparse attention for a model without self-attention over all tokens of the image. plan: its
+    ModelPlan."""
+    streams = [streams for list_ in plan.lists for streams in (list_.attention or {}).values()]
+    if config.sparse is not None and not any("image" in names for names in streams):
+        raise ConfigError(f"Set sparse_attention to {DENSE}: {family} has no self-attention over all tokens of the "
+                          f'image, which sparse_attention="{config.sparse_attention}" is about.')
 
 
 def check_weights_memory(weights_memory):

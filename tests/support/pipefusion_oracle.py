@@ -7,9 +7,12 @@ Neither the number of stages nor the sequence degree appears.
 """
 
 import functools
+import itertools
 
 import torch
 import torch.nn.functional as F
+
+from .sparse_oracle import sparse_oracle
 
 plain = F.scaled_dot_product_attention
 
@@ -21,16 +24,19 @@ class StaleModel:
     through three.
     """
 
-    def __init__(self, example, extrapolation=0.0, order=1):
-        self.example, self.extrapolation, self.order = example, extrapolation, order
+    def __init__(self, example, extrapolation=0.0, order=1, sparse=None):
+        """sparse: specs.SparseOptions of self-attentions with the image; None: all are dense."""
+        self.example, self.extrapolation, self.order, self.sparse = example, extrapolation, order, sparse
         # past: of each attention, [(time, keys, values)] of whole calls
         self.store, self.times, self.past = {}, {}, {}
         self.others, self.edges, self.fresh_rows = [], {}, None
         self.streams, self.name = None, ""                     # of the keys of the attention that runs, and its own
+        self.block, blocks = 0, iter(range(10 ** 6))           # that it is in
         for list_ in example.family.plan.lists:
             read = list_.attention | {name: streams for name,
                                       (_, streams) in example.family.plan.cross_attention.items()}
             for block in example.model.get_submodule(list_.name):
+                block.register_forward_pre_hook(functools.partial(self._enter_block, next(blocks)))
                 for name, streams in read.items():
                     module = block if name == "." else functools.reduce(
                         lambda parent, part: getattr(parent, part, None), name.split("."), block)
@@ -40,6 +46,9 @@ class StaleModel:
         for path, side in example.family.plan.boundary_halos.items():
             if path.rpartition(".")[0] in dict(example.model.named_modules()):
                 example.model.get_submodule(path).register_forward_pre_hook(functools.partial(self._as_last, side))
+
+    def _enter_block(self, block, *module_and_arguments):
+        self.block = block
 
     def _enter(self, streams, name, *module_and_arguments):
         self.streams, self.name = streams, name
@@ -119,6 +128,9 @@ class StaleModel:
             values = torch.where(fresh[:, None], value, values)
             seen = seen | fresh
             self.store[name] = keys, values, seen
+            if self._is_sparse(query, key, kwargs.get("attn_mask")):
+                return self._sparse(query, keys[:, :, seen], values[:, :, seen], fresh, seen, counts,
+                                    kwargs.get("scale"))
             if kwargs.get("attn_mask") is not None:
                 mask = kwargs["attn_mask"]
                 kwargs["attn_mask"] = mask.expand(*mask.shape[:3], len(seen))[..., seen]
@@ -135,11 +147,34 @@ class StaleModel:
         self.others = others if opens else self.others
         return prediction
 
+    def _is_sparse(self, query, key, mask):
+        plan, options = self.example.family.plan, self.sparse
+        is_own = any(list_.attention.get(self.name) == self.streams for list_ in plan.lists)
+        return (options is not None and is_own and "image" in self.streams and query.shape == key.shape
+                and (mask is None or mask.dtype == torch.bool and bool(mask.all()))
+                and self.block not in options.dense_blocks and key.shape[2] >= options.min_tokens)
 
-def simulate(example, patches, warmup_steps, sigmas, dim=2, extrapolation=0.0):
+    def _sparse(self, query, keys, values, fresh, seen, counts, scale):
+        """Of the patch's queries; nobody reads the others. The image is last in the sequence, wherever the tensor has
+        it."""
+        order = [*(stream for stream in self.streams if stream != "image"), "image"]
+        starts = dict(zip(order, itertools.accumulate(map(counts.get, order), initial=0)))
+        positions = torch.cat([starts[stream] + torch.arange(counts[stream]) for stream in self.streams])
+        of = {stream: range(start, start + counts[stream]) for stream, start in starts.items() if stream != "image"}
+        sinks = [position for positions in of.values() for position in positions]
+        rows = list(of["audio"]) if of.get("audio") else sinks
+        sinks, rows = {"off": ((), ()), "exact_kv": (sinks, ()), "exact_kv_and_rows": (sinks, rows)}[
+            self.sparse.sink_conditioning]
+        out = torch.zeros_like(query)
+        out[:, :, fresh] = sparse_oracle(query[:, :, fresh], keys, values, positions[fresh], positions[seen],
+                                         self.sparse, sinks, rows, scale)
+        return out
+
+
+def simulate(example, patches, warmup_steps, sigmas, dim=2, extrapolation=0.0, sparse=None):
     """Sample with Euler steps, patch by patch after the warm-up. patches: [(first row, last + 1)].
     Returns the latent."""
-    model, x = StaleModel(example, extrapolation), example.latent
+    model, x = StaleModel(example, extrapolation, sparse=sparse), example.latent
     for step, (sigma, following) in enumerate(zip(sigmas, sigmas[1:])):
         timestep = example.at(sigma)
         if step < warmup_steps:

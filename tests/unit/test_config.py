@@ -18,7 +18,7 @@ from xdit_backend.protocol.devices import (
     resolve_devices,
 )
 from xdit_backend.protocol.errors import ConfigError
-from xdit_backend.protocol.specs import Layout, chosen_for
+from xdit_backend.protocol.specs import Layout, SparseOptions, chosen_for
 
 
 def manual(**degrees):
@@ -66,6 +66,15 @@ def test_accepts_what_works(config, num_devices):
      ['approximate="not allowed"', "displaced_degree=2", "full_sync"]),
     (ParallelConfig(exchange="fp4"), 1, ['exchange="fp4"', "all in fp8"]),
     (ParallelConfig(exchange="all in fp8", approximate="not allowed"), 1, ['exchange="all in fp8"', "Set exchange to"]),
+    (ParallelConfig(sparse_attention="vsa"), 1, ['sparse_attention="vsa"', "off, sol-attn or sla"]),
+    (ParallelConfig(sparse_attention="sla", approximate="not allowed"), 1,
+     ['approximate="not allowed"', 'sparse_attention="sla"', "Set sparse_attention to off"]),
+    (replace(manual(displaced=2), sparse_attention="sla"), 2, ["displaced_degree=2", "Set displaced_degree to 1"]),
+    *((ParallelConfig(sparse_attention="sol-attn", sparse_settings=text), 1, words) for text, words in (
+        ("tau=9", ['has "tau=9"', "tau in sparse_settings to a number from 0 to 4"]),
+        ("tau=1, min_tokens=1.5", ['has "min_tokens=1.5"']), ("extra_tokens=256", ["with the names tau, keep_percent"]),
+        ("dense_blocks=0,1", ['has "1"']), ("dense_blocks=1-x", ["separated by spaces"]),
+        ("sink_conditioning=no", ["exact_kv_and_rows, exact_kv or off"]))),
     (ParallelConfig(forecast_keys_values=7), 1, ["forecast_keys_values=7", "from 0 to 1"]),
     (ParallelConfig(forecast_keys_values=float("nan")), 1, ["forecast_keys_values=nan", "from 0 to 1"]),
     (ParallelConfig(num_patches=-1), 1, ["num_patches=-1"])], ids=str)
@@ -178,6 +187,15 @@ def test_auto_selects_the_same_devices_in_both_modes(num_cores, num_cuda, mode, 
     ("cuda:0,cuda:1", 2, []), ("cpu,cpu", 0, []), ("cuda:0,other-pc/cuda:3", 1, []), ("cuda", 0, ["cuda:0"])])
 def test_devices_that_this_machine_lacks_are_named(devices, num_cuda, missing):
     assert missing_devices(devices, num_cuda) == missing
+
+
+def test_sparse_settings_are_those_of_comfyuis_node():
+    assert ParallelConfig().sparse is None is ParallelConfig(sparse_settings="tau=1").forward_options.sparse
+    assert ParallelConfig(sparse_attention="sla").sparse == SparseOptions("sla")
+    text = "tau=1.5, keep_percent=20,start_percent=0, end_percent = 0.9, dense_blocks=0 2 47-49, min_tokens=64,"
+    assert ParallelConfig(
+        sparse_attention="sol-attn", sparse_settings=f"{text} sink_conditioning=off").forward_options.sparse == (
+        SparseOptions("sol-attn", 1.5, 20.0, 0.0, 0.9, (0, 2, 47, 48, 49), 64, "off"))
 
 
 @pytest.mark.parametrize("count, words", [(1, "and there is 1 device."), (3, "and there are 3 devices.")])

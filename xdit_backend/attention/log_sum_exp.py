@@ -4,7 +4,6 @@
 """
 
 import torch
-import torch.nn.functional as F
 
 
 def merge_attention(out, lse, block_out, block_lse):
@@ -15,4 +14,4 @@ def merge_attention(out, lse, block_out, block_lse):
     fewer bits.
     """
     out = torch.lerp(out, block_out.to(out.dtype), torch.sigmoid(block_lse - lse))
-    return out, lse - F.logsigmoid(lse - block_lse)
+    return out, torch.logaddexp(lse, block_lse)

@@ -16,6 +16,7 @@ from ..parallel.displaced import displaced_attention
 from ..parallel.pipefusion import patch_attention
 from ..parallel.reference_kv_cache import attention_with_references
 from ..parallel.sequence_parallel import Attention, Window, usp_attention
+from ..parallel.sparse_layout import sparse_of
 from ..protocol.errors import UnsupportedError
 from ..protocol.specs import SDPA
 from .block_hooks import BlockPosition, one_key_per_group
@@ -238,12 +239,13 @@ def attend(query, key, value, context, layer, backend, scale):
     sizes = context.tokens.sizes(streams)
     key_sizes = None if key_streams == streams else context.tokens.sizes(key_streams)
     window = None if layer.reach is None else window_of(layer, sizes, context)
+    sparse = sparse_of(query, key, layer, context)
     # Streams other than the image come with a step's first patch only, and attend to each other without the cache.
     if context.key_values is not None and "image" in (*streams, *key_streams):
-        unmasked = Attention(sizes, key_sizes, None, scale, backend, context.options.exchange, window)
+        unmasked = Attention(sizes, key_sizes, None, scale, backend, context.options.exchange, window, sparse=sparse)
         return patch_attention(query, key, value, unmasked, context, layer)
     mask = gathered_mask(context.state.masks, context.tokens.gathered_order(key_streams), query)
-    arguments = Attention(sizes, key_sizes, mask, scale, backend, context.options.exchange, window)
+    arguments = Attention(sizes, key_sizes, mask, scale, backend, context.options.exchange, window, sparse=sparse)
     if context.references is not None:
         return attention_with_references(query, key, value, arguments, context, layer)
     if context.exchange is not None:

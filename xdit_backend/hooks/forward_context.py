@@ -104,7 +104,8 @@ class ForwardContext:
         patches = self.patches
         return (self.mesh.sequence_degree == 1 and self.patch is None and self.key_values is None
                 and len(self.blocks) == self.num_blocks and not patches.control and not patches.operations
-                and not patches.guided and not patches.networks and not patches.biases and self.references is None)
+                and not patches.guided and not patches.networks and not patches.biases and self.references is None
+                and self.options.sparse is None)
 
     @property
     def shards_attention(self):
@@ -112,7 +113,7 @@ class ForwardContext:
         patches = self.patches
         return (self.mesh.sequence_degree > 1 or self.key_values is not None or bool(self.state.masks)
                 or bool(patches.guided) or bool(patches.biases) or self.references is not None
-                or "values" in patches.operations.values()
+                or "values" in patches.operations.values() or self.options.sparse is not None
                 or any(network.has_two_speakers for _, network in patches.networks))
 
     @property

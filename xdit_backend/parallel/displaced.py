@@ -164,7 +164,7 @@ def displaced_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, key):
     (q_BNTH, k_BNTH, v_BNTH), scattered = scatter_heads(q_BNTH, k_BNTH, v_BNTH, own, mesh, traffic)
     k_BNTH, v_BNTH = all_keys(k_BNTH, v_BNTH, own, mesh, traffic)
     every = keys_and_values(k_BNTH, v_BNTH, [sum(sizes_of_rank) for sizes_of_rank in by_rank], exchange, key)
-    return gather_heads(attention.local(q_BNTH, *every, attention.mask), scattered, mesh, traffic)
+    return gather_heads(attention.local(q_BNTH, *every, attention.mask, mesh, traffic), scattered, mesh, traffic)
 
 
 def keys_and_values(k_BNTH, v_BNTH, sizes, exchange, key):

@@ -6,6 +6,7 @@ docs/design/pipefusion.md.
 
 import datetime
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from ..distributed.mesh import wait_timeout_s
 from ..partition import shard_sizes
 from ..protocol.errors import UnsupportedError, XDiTError
 from .sequence_parallel import all_keys, gather_heads, scatter_heads
+from .sparse_layout import layout_of, stream_counts
 
 MAX_SENT = 16                  # sent messages to the next stage that may be unfinished
 
@@ -40,7 +42,11 @@ def patch_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, layer):
     if not any(attention.sizes):                               # this patch only has keys for the next step's first one
         return query
     mask = gathered_mask(context.state.masks, order, q_BNTH)
-    return gather_heads(attention.local(q_BNTH, k_BNTH, v_BNTH, mask), scattered, mesh, traffic)
+    if attention.sparse is not None:
+        first_token = 0 if context.caches(layer.key[0]) else context.first_token
+        keys = layout_of(order, stream_counts(layer.key_streams, context), first_token)
+        attention = replace(attention, sparse=replace(attention.sparse, keys=(keys,)))
+    return gather_heads(attention.local(q_BNTH, k_BNTH, v_BNTH, mask, mesh, traffic), scattered, mesh, traffic)
 
 
 def _cached_order(context, streams, num_keys):

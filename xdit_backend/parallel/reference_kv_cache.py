@@ -79,4 +79,4 @@ def attention_with_references(q_BNTH, k_BNTH, v_BNTH, attention, context, layer)
     k_BNTH, v_BNTH, attention = context.references(layer.key, k_BNTH, v_BNTH, attention, context, layer.streams)
     if mesh.degrees["ring"] > 1:
         return gather_heads(ring_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic), scattered, mesh, traffic)
-    return gather_heads(attention.local(q_BNTH, k_BNTH, v_BNTH, None), scattered, mesh, traffic)
+    return gather_heads(attention.local(q_BNTH, k_BNTH, v_BNTH, None, mesh, traffic), scattered, mesh, traffic)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..attention.backends import BackendUse, attend, attend_with_lse
+from ..attention.block_sparse import SparseAttention, block_sparse_attention, block_sums, union_of, union_sums
 from ..attention.log_sum_exp import merge_attention
 from ..distributed.collectives import RingExchange, all_gather, all_to_all
 from ..distributed.fp8_communication import all_gather_fp8, all_to_all_fp8, num_bytes, pack, unpack
@@ -47,11 +48,14 @@ class Attention:
     window: Window | None = None           # None: queries attend to all keys that the mask allows
     # (q, k, v of all tokens in rank order, of some heads) -> like q; replaces plain attention
     within: Callable | None = None
+    sparse: SparseAttention | None = None  # None: dense
 
-    def local(self, q_BNTH, k_BNTH, v_BNTH, mask):
-        """Attention on this rank to keys that are all present."""
+    def local(self, q_BNTH, k_BNTH, v_BNTH, mask, mesh, traffic):
+        """Attention on this rank to keys that are all present. Every rank of the ring axis calls it."""
         if self.within is not None:
             return self.within(q_BNTH, k_BNTH, v_BNTH)
+        if self.sparse is not None:
+            return sparse_attention(q_BNTH, k_BNTH, v_BNTH, self, mesh, traffic)
         mask = self.near(q_BNTH, k_BNTH.shape[2], mask)
         return attend(q_BNTH, k_BNTH, v_BNTH, self.backend, mask, scale=self.scale)
 
@@ -74,9 +78,10 @@ def usp_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
         return q_BNTH
     (q_BNTH, k_BNTH, v_BNTH), scattered = scatter_heads(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic)
     if mesh.degrees["ring"] > 1:
-        out = ring_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic)
+        attend_in_ring = ring_attention if attention.sparse is None else sparse_attention
+        out = attend_in_ring(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic)
     else:
-        out = attention.local(q_BNTH, k_BNTH, v_BNTH, attention.mask)
+        out = attention.local(q_BNTH, k_BNTH, v_BNTH, attention.mask, mesh, traffic)
     return gather_heads(out, scattered, mesh, traffic)
 
 
@@ -103,32 +108,67 @@ def ring_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
     q, k, v: from scatter_heads. Some ranks may start with no keys. The mask covers all ranks' keys, on every rank.
     Returns like q.
     """
-    degree, rank = mesh.degrees["ring"], mesh.ranks["ring"]
     sizes = _ring_sizes(attention.key_sizes or attention.sizes, mesh)
     mask = attention.near(q_BNTH, sum(sizes), attention.mask)
-    masks = [None] * degree if mask is None else mask.split(sizes, 3)
-    key_value = in_transit = torch.stack([k_BNTH, v_BNTH])
-    is_fp8 = attention.exchange != WHOLE
-    if is_fp8:
-        in_transit = pack([key_value], [True])
-    out = lse = exchange = None
-    for step in range(degree):
-        if step + 1 < degree:
-            arriving = sizes[(rank - step - 1) % degree]
-            shape = (*key_value.shape[:3], arriving, key_value.shape[4])
-            exchange = RingExchange(in_transit, (num_bytes([shape], [True], q_BNTH.dtype),) if is_fp8 else shape,
-                                    mesh.ring_group, traffic)
+    masks = [None] * len(sizes) if mask is None else mask.split(sizes, 3)
+    out = lse = None
+    for source, key_value in _ring_hops(k_BNTH, v_BNTH, sizes, attention, mesh, traffic):
         if q_BNTH.shape[2] and key_value.shape[3]:
             block_out, block_lse = attend_with_lse(q_BNTH, key_value[0], key_value[1], attention.backend,
-                                                   masks[(rank - step) % degree], attention.scale)
+                                                   masks[source], attention.scale)
             if out is None:
                 out, lse = block_out.to(torch.promote_types(block_out.dtype, torch.float32)), block_lse
             else:
                 out, lse = merge_attention(out, lse, block_out, block_lse)
+    return q_BNTH if out is None else out.to(q_BNTH.dtype)
+
+
+def _ring_hops(k_BNTH, v_BNTH, sizes, attention, mesh, traffic):
+    """Yield (ring rank, its keys and values, (2, B, N, T, H)) of every ring rank, beginning with this one. The next
+    ones arrive while the caller computes."""
+    degree, rank = mesh.degrees["ring"], mesh.ranks["ring"]
+    key_value = in_transit = torch.stack([k_BNTH, v_BNTH])
+    is_fp8, dtype = attention.exchange != WHOLE, key_value.dtype
+    if is_fp8:
+        in_transit = pack([key_value], [True])
+    for step in range(degree):
+        if step + 1 < degree:
+            arriving = sizes[(rank - step - 1) % degree]
+            shape = (*key_value.shape[:3], arriving, key_value.shape[4])
+            exchange = RingExchange(in_transit, (num_bytes([shape], [True], dtype),) if is_fp8 else shape,
+                                    mesh.ring_group, traffic)
+        yield (rank - step) % degree, key_value
         if step + 1 < degree:
             in_transit = exchange.wait()
-            key_value = unpack(in_transit, [shape], [True], q_BNTH.dtype)[0] if is_fp8 else in_transit
-    return q_BNTH if out is None else out.to(q_BNTH.dtype)
+            key_value = unpack(in_transit, [shape], [True], dtype)[0] if is_fp8 else in_transit
+
+
+def sparse_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
+    """Block-sparse attention. Every rank of the ring axis calls it.
+
+    The blocks are selected by the pooled queries and keys of all ring ranks, which are all-gathered. Keys and values
+    then travel around the ring, unless all of them are here; each hop computes the selected blocks that it has.
+    q, k, v: from scatter_heads. Returns like q.
+    """
+    sparse, rank, queries = attention.sparse, mesh.ranks["ring"], attention.sparse.queries
+    is_ring = len(sparse.keys) > 1
+    keys = sparse.keys[rank if is_ring else 0]
+    of_queries = block_sums(queries[rank].blocks(q_BNTH))
+    of_keys = [block_sums(keys.blocks(each)) for each in (k_BNTH, v_BNTH)]
+    if len(queries) > 1:
+        counts = [layout.num_blocks for layout in queries]
+        pooled = torch.stack([of_queries, *(of_keys if is_ring else ())])
+        of_ranks = all_gather(pooled, counts, 3, mesh.ring_group, traffic).split(counts, 3)
+        of_queries, *gathered = union_sums(of_ranks, queries)
+        of_queries, of_keys = queries[rank].take(of_queries, union_of(queries), 2), gathered or of_keys
+
+    def hops():
+        sizes = _ring_sizes(attention.sizes, mesh)
+        for source, (k, v) in (_ring_hops(k_BNTH, v_BNTH, sizes, attention, mesh, traffic) if is_ring
+                               else [(0, (k_BNTH, v_BNTH))]):
+            yield sparse.keys[source], k, v
+
+    return block_sparse_attention(q_BNTH, (of_queries, *of_keys), hops(), sparse, rank, attention.scale)
 
 
 def head_shards(num_heads, num_key_heads, mesh):

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..protocol.specs import ALL, KEYS, WHOLE
+from ..protocol.specs import ALL, KEYS, SOL_ATTN, SPARSE_BLOCK, WHOLE, SparseOptions
 from .quantised_matmul_memory import Product
 
 HEAD_MULTIPLE = 32             # attention kernels pad the head size to a multiple of this
@@ -79,6 +79,7 @@ class Job:
     cached: int = 0                        # text tokens of references, whose keys and values the run caches
     sequences: int = 1                     # sequences per image, each with its own cross-attention to text
     rows: int | None = None                # token rows, if ranks get full rows; None: single tokens
+    sparse: SparseOptions | None = None    # of self-attention; None: dense
 
 
 @dataclass(frozen=True)
@@ -309,6 +310,7 @@ def _attention_s(run, tokens):
     """Seconds of attention with all keys on the rank."""
     dims, device, tensor = run.dims, run.device, run.degrees.tensor
     scores = 4 * tokens.rows * dims.width / tensor * seen_keys(dims, run.job, run.keys)
+    scores *= attended_fraction(dims, run.job, run.keys, run.text)
     if not dims.joint:                                          # attention to the text
         scores += 4 * tokens.batch * tokens.image * run.job.text * dims.width / tensor
     head = dims.width / dims.heads
@@ -323,6 +325,23 @@ def seen_keys(dims, job, keys):
     if dims.attention == "linear":
         return 2 * dims.width / dims.heads
     return keys / job.frames if dims.attention == "frame" else keys
+
+
+def attended_fraction(dims, job, keys, text):
+    """Fraction of self-attention's logits that a run computes on average, with the sparse options of its Job.
+
+    Of a block's scores, a normal distribution, those above the threshold are selected. In addition: its neighbours, the
+    text, the pooled blocks, and the steps outside start_percent and end_percent, taken as percentages of the steps.
+    """
+    sparse = job.sparse
+    if sparse is None or dims.attention != "all" or keys < sparse.min_tokens:
+        return 1.0
+    selected = (math.erfc(sparse.tau / math.sqrt(2)) / 2 if sparse.method == SOL_ATTN
+                else sparse.keep_percent / 100)
+    sinks = {"off": 0, "exact_kv": 1, "exact_kv_and_rows": 2}[sparse.sink_conditioning] * text
+    selected = min(1.0, selected + (3 * SPARSE_BLOCK + sinks) / keys + 1 / SPARSE_BLOCK)
+    blocks = 1 - min(1.0, len(sparse.dense_blocks) / dims.blocks)
+    return 1 - max(0.0, sparse.end_percent - sparse.start_percent) * blocks * (1 - selected)
 
 
 def _ulysses_time(run, tokens):

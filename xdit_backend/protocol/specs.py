@@ -2,8 +2,9 @@
 one call of the model."""
 
 import dataclasses
-from typing import Literal, TypeAlias, get_args
+from typing import Annotated, Literal, TypeAlias, get_args
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from .shared_memory import Segment
@@ -199,6 +200,28 @@ class WeightCopies:
     is_shared: bool = False
 
 
+SOL_ATTN = "sol-attn"
+METHODS_OF_SPARSE = SOL_ATTN, "sla"
+SPARSE_BLOCK = 64                          # tokens of a block
+SINKS = "exact_kv_and_rows", "exact_kv", "off"
+
+
+@dataclass(frozen=True, config=STRICT)
+class SparseOptions:
+    """Block-sparse self-attention (attention/block_sparse.py), with the parameters of ComfyUI's node
+    BlockSparseAttention. Also start_percent and end_percent, which the host applies."""
+
+    method: Literal["sol-attn", "sla"]
+    tau: Annotated[float, Field(ge=0, le=4)] = 1.3             # "sol-attn": threshold in standard deviations
+    keep_percent: Annotated[float, Field(ge=0.5, le=95)] = 10.0            # "sla": of the blocks of keys
+    start_percent: Share = 0.2             # of the run; attention is dense before and afterwards
+    end_percent: Share = 1.0
+    dense_blocks: Many[Natural] = ()       # blocks of the model whose attention is dense
+    min_tokens: Natural = 12288            # shorter sequences are dense
+    # tokens of text, references and audio: all queries attend to them, and they attend to all; only the former; neither
+    sink_conditioning: Literal["exact_kv_and_rows", "exact_kv", "off"] = "exact_kv_and_rows"
+
+
 @dataclass(frozen=True, config=STRICT)
 class ForwardOptions:
     """Options of a model's forwards, the same for all branches of a command. They are passed on as one object, from the
@@ -210,6 +233,7 @@ class ForwardOptions:
     # factor of the last change that is added to stale keys, values and activations; constant during a run
     extrapolation: Share = 0.0
     copies: WeightCopies = dataclasses.field(default_factory=WeightCopies)     # of streamed weights
+    sparse: SparseOptions | None = None    # None: dense attention
 
 
 # --- one call of the model ---

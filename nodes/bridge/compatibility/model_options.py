@@ -75,6 +75,7 @@ REFUSED_OPTIONS = {
 }
 # of a diffusion model: position method for references if a workflow sets none; remote_model.py reads it at each call
 DEFAULT_METHOD = "params.default_ref_method"
+SPARSE_NODE = "comfy_extras.nodes_sparse_attention"             # module of ComfyUI's BlockSparseAttention
 SCALES = "rope_scales"                     # conditioning of families that support them
 WRAPPERS = {WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAMPLER_SAMPLE, WrappersMP.PREDICT_NOISE,
             WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL}  # all around the model
@@ -261,6 +262,9 @@ def _override(transformer_options):
     an unknown function."""
     function = transformer_options.get(OVERRIDE)
     backend = None if function is None else override_backend(function)
+    if getattr(function, "__module__", None) == SPARSE_NODE:
+        _refuse(["Model Sparse Attention (BlockSparseAttention): set sparse_attention in xDiT Parallel Config "
+                 "instead,"])
     if function is not None and backend is None:
         name = ", which calls ".join([getattr(function, "__qualname__", type(function).__name__),
                                       *packages_called(function)])

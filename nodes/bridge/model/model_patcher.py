@@ -29,6 +29,7 @@ class ProxyPatcher(RemotePatcher):
         super().pre_run()
         refuse_patcher(self, runs=True)                        # again, after ComfyUI's callbacks
         if hasattr(self.model, "diffusion_model"):
+            self.remote.use_sampling(self.get_model_object("model_sampling"))
             refuse_difference(self.remote.family, self.remote.comparison.result(),
                               bool(self.patches or self.injections or self.hook_patches))
 

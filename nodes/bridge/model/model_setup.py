@@ -1,5 +1,6 @@
 """Setup of a MODEL: its file, its devices and the parallel methods that it is run by."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,4 +67,5 @@ class Setup:
     def job(self, latent_shape, conditioning, num_steps, num_branches):
         """Return the Job of a run on latents of this shape, of one branch; None for a U-Net.
         conditioning: {name: tensor}, as sent to the workers."""
-        return self.dims and job_of(self.family, self.dims, latent_shape, conditioning, num_steps, num_branches)
+        job = self.dims and job_of(self.family, self.dims, latent_shape, conditioning, num_steps, num_branches)
+        return job and dataclasses.replace(job, sparse=self.config.sparse)

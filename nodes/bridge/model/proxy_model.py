@@ -17,6 +17,7 @@ from ....xdit_backend.checkpoints.offload.offload_plan import offload_plan, with
 from ....xdit_backend.checkpoints.quantisation.quantise_on_load import TYPES, is_installed, quantisation_of
 from ....xdit_backend.checkpoints.quantisation.quantised_weights import packed_weights
 from ....xdit_backend.checkpoints.tensor_sharding import possible_splits
+from ....xdit_backend.config import validate_sparse
 from ....xdit_backend.host.machine_profiles import capability_of
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.shared_memory import dtype_name
@@ -49,6 +50,7 @@ def load_proxy(path, weight_dtype, config):
     devices = devices_of(config)
     checkpoint = CHECKPOINTS.open(path)
     family = checkpoint.family
+    validate_sparse(config, family.plan, family.name)
     quantisation = quantisation_of(weight_dtype, checkpoint)
     model = checkpoint.meta_model(quantisation)
     load_device = load_device_of(devices)

@@ -1,6 +1,7 @@
 """Remote model: answers ComfyUI's calls of a proxy model's diffusion model with the workers' predictions."""
 
 import dataclasses
+import math
 
 import torch
 
@@ -63,6 +64,7 @@ class RemoteModel:
         self.how = self._pipeline = self._schedule = None
         # `changes`: see use_changes
         self.changes, self.changes_uuid, self._references = {}, None, RunReferences()
+        self._sparse_sigmas = math.inf, 0.0                    # highest and lowest sigma of block-sparse attention
         self.comparison = None                                 # with ComfyUI's class: a Future, see family_check.py
 
     def attach(self, modules, weight_sources, additions):
@@ -104,6 +106,13 @@ class RemoteModel:
         """
         self.expect(changes)
         self.changes, self.changes_uuid = changes, uuid or self.changes_uuid
+
+    def use_sampling(self, model_sampling):
+        """Set ComfyUI's sampling parameters of the next run, which relate percentages of a run to noise levels."""
+        sparse = self.config.sparse
+        if sparse is not None:
+            self._sparse_sigmas = tuple(float(model_sampling.percent_to_sigma(percent))
+                                        for percent in (sparse.start_percent, sparse.end_percent))
 
     # --- called by vram_accounting.py ---
 
@@ -234,7 +243,7 @@ class RemoteModel:
         scores = scores_of(*requested, x.shape, displaced_degree)
         residuals = self.additions.residuals(self, (x, timestep, context), transformer_options, extra)
         networks, images = networks_of(*requested, x, self.modules, self.forwards)
-        options = self.config.forward_options
+        options = self._options(sigma)
         call = Call(x, timestep, self.family.tensors({"context": context, **extra, **style_of(*requested, x)}),
                     control=control_residuals(*requested[:2], control, x.shape) | residuals | images,
                     networks=networks,
@@ -258,6 +267,12 @@ class RemoteModel:
             scores.write(x.device)
         first, *others = (latent.to(x.device) for latent in (prediction, *components.values()))
         return [self.family.components.first(first), *others] if components else first
+
+    def _options(self, sigma):
+        """The ForwardOptions of a call at this noise level."""
+        options = self.config.forward_options
+        first, last = self._sparse_sigmas
+        return options if last <= sigma <= first else dataclasses.replace(options, sparse=None)
 
     def runs_branches_separately(self):
         """Whether two branches are two calls for the workers rather than one with twice the batch."""

@@ -28,13 +28,15 @@ def open_demo(page, **values):
 
 def test_it_shows_what_counts(page):
     low = open_demo(page, mode="auto", warmup_steps=1, num_patches=0)
-    always = {"devices", "mode", "weights_memory", "compile", "attention"}
+    always = {"devices", "mode", "weights_memory", "compile", "attention", "sparse_attention"}
     steps = [("mode", "auto", always | {"approximate", "exchange"}),
              ("num_patches", 8, always | {"approximate", "exchange", "num_patches"}),
              ("mode", "manual", always | DEGREES),
              ("ring_degree", 2, always | DEGREES | {"exchange"}),
              ("exchange", "all in fp8", always | DEGREES | {"approximate", "exchange"}),
              ("ring_degree", 1, always | DEGREES),
+             ("sparse_attention", "sla", always | DEGREES | {"approximate", "sparse_settings"}),
+             ("sparse_attention", "off", always | DEGREES),
              ("pipefusion_degree", 2, always | {"approximate"} | DEGREES | PIPEFUSION),
              ("pipefusion_degree", 1, always | DEGREES),
              ("displaced_degree", 2, always | {"warmup_steps", "forecast_keys_values", "displaced_mode", "approximate"}

@@ -38,8 +38,10 @@ SHAPES = {"Flux.1": {"rows": 12, "columns": 8}, "Wan": {"rows": 10, "columns": 6
 class Pipeline:
     """One rank of a pipeline, as the engine drives it, on a model of the zoo that every rank has whole."""
 
-    def __init__(self, rank, world_size, one, layout, num_blocks=None, offload=False, extrapolation=0.0):
-        self.one, self.mesh, self.extrapolation = one, build_mesh(layout, world_size), extrapolation
+    def __init__(self, rank, world_size, one, layout, num_blocks=None, offload=False, extrapolation=0.0,
+                 sparse=None):
+        self.one, self.mesh = one, build_mesh(layout, world_size)
+        self.options = ForwardOptions(extrapolation=extrapolation, sparse=sparse)
         splits = hold_share(one.model, one.family.plan, layout.tensor_degree, self.mesh.ranks["tensor"])
         hooks = Hooks(one.model, one.family.plan, splits)
         self.key_values = KeyValues(Offload(torch.device("cpu")) if offload else None)
@@ -53,7 +55,7 @@ class Pipeline:
         """The prediction for a latent or a patch of it, on every rank: the last stage tells the others."""
         context = self.loaded.context(self.mesh, self.traffic, latent, timestep, self.one.conditioning, patch,
                                       key_values=self.key_values, num_images=latent.shape[0],
-                                      options=ForwardOptions(extrapolation=self.extrapolation))
+                                      options=self.options)
         if self.loaded.blocks.start > 0:
             size = self.loaded.received_size(self.mesh, latent.shape, self.one.conditioning, patch)
             handle = self.link.post_receive(size, latent.dtype)
