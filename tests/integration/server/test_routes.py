@@ -129,6 +129,7 @@ def test_few_checkpoints_stay_open(comfyui, tmp_path):
 
 # --- where requests come from ---
 
+FILE = "xdit-report-a-2026-11-29.json"
 HOST = "10.0.0.5:8188"                     # of a LAN, where ComfyUI itself does not compare it with the origin
 JSON = {"Host": HOST, "Content-Type": "application/json"}
 OWN = [{}, {"Origin": f"http://{HOST}"}, {"Origin": f"https://{HOST.upper()}"}, {"Sec-Fetch-Site": "none"},
@@ -153,7 +154,8 @@ def statuses(comfyui):
         async with test_utils.TestClient(test_utils.TestServer(app)) as client:
             for route in server.routes:
                 data = body if route.method == "POST" else None
-                async with client.request(route.method, route.path, data=data, headers=headers) as answer:
+                path = route.path.replace("{name}", FILE)
+                async with client.request(route.method, path, data=data, headers=headers) as answer:
                     found[route.method, route.path] = answer.status
         return found
     return lambda headers, body=b"{}": asyncio.run(ask(headers, body))
@@ -163,9 +165,10 @@ def statuses(comfyui):
 def test_the_own_page_and_programs_are_answered(statuses, headers):
     found = statuses(JSON | headers)
 
-    assert {status for (method, _), status in found.items() if method == "GET"} == {200}
+    assert {path: status for (method, path), status in found.items() if method == "GET" and status != 200} == {
+        "/xdit/report/{name}": 404}                            # no report has been made
     assert {status for (method, _), status in found.items() if method == "POST"} == {400}  # "{}" asks for nothing
-    assert len(found) == 7
+    assert len(found) == 9
 
 
 @pytest.mark.parametrize("headers", FOREIGN, ids=str)
@@ -199,7 +202,7 @@ HOSTILE = [b"[" * 100_000, b'{"settings": {"num_patches": ' + b"9" * 4000 + b"}}
            json.dumps({"prompt": {"1": {"class_type": ["a"], "inputs": {}}}}).encode()]
 
 
-@pytest.mark.parametrize("path", ["/xdit/fit", "/xdit/check", "/xdit/watch", "/xdit/do"])
+@pytest.mark.parametrize("path", ["/xdit/fit", "/xdit/check", "/xdit/watch", "/xdit/do", "/xdit/report"])
 def test_a_hostile_request_is_refused_at_once(comfyui, path):
     async def ask():
         async with TestClient(TestServer(_app(comfyui))) as client:

@@ -134,10 +134,11 @@ def test_an_input_that_ends_interrupts_the_program(tmp_path):
     program = ("import time; from xdit_backend.tools.report import for_panel\n"
                "class Progress: left_s = 1.0\n"
                "def make():\n"
-               "    try: time.sleep(600)\n"
+               "    try: print('began', flush=True); time.sleep(600)\n"
                "    except KeyboardInterrupt: print('interrupted'); raise SystemExit(7)\n"
                "for_panel.make_for_panel(make, Progress(), '.')")
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           text=True) as started:
+        assert started.stdout.readline() == "began\n"
         output, _ = started.communicate(timeout=120)
     assert output == "interrupted\n" and started.returncode == 7
