@@ -157,9 +157,9 @@ def _latent(call):
     pose = call.conditioning.get("pose_latents")
     needed = (call.latent.shape[2] - 1, *call.latent.shape[3:])
     if pose is not None and pose.shape[2:] != needed:
-        given, needed = (" x ".join(map(str, size)) for size in (pose.shape[2:], needed))
+        size, needed = (" x ".join(map(str, each)) for each in (pose.shape[2:], needed))
         raise ConfigError("Use one WanAnimate2ToVideo for the pose video and the latent: this latent needs a pose of "
-                          f"{needed} latent frames, rows and columns, and the pose has {given}.")
+                          f"{needed} latent frames, rows and columns, and the pose has {size}.")
     return LATENT(call)
 
 
