@@ -41,6 +41,8 @@ FUNCTION_NAME = re.compile(r"[A-Za-z]\w*_\w+|\.?[\w.]+\.<locals>\.[\w.<>]+|[A-Z]
 SAMPLER = "def sample_"                    # functions of ComfyUI's samplers, which go by the rest of the name
 # where strings are names of functions
 RECOGNISES = "nodes/bridge/compatibility", "nodes/bridge/sampling", "xdit_backend/hooks"
+# classes of families that run with a newer ComfyUI than the table's alone
+NEWER = {"comfy.ldm.wan.model_animate2.WanAnimate2Model"}
 
 
 class Uses:
@@ -64,7 +66,7 @@ class Uses:
 
     def _add(self, dotted, user, how, must=True):
         """Add a dotted name, or its longest part that names a symbol. With `must`, a part that is no module."""
-        symbol = self._tree.resolve(dotted)
+        symbol, must = self._tree.resolve(dotted), must and dotted not in NEWER
         parts = dotted.split(".")
         while symbol is None and len(parts) > 1:
             parts.pop()

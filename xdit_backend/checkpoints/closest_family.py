@@ -58,7 +58,7 @@ def nearest(shapes):
     if len(shapes) > MAX_COMPARED:
         return None
     names = sorted(shapes)
-    near = [found for family in FAMILIES.values() if not family.plan.takes_unet_patches
+    near = [found for family in FAMILIES.values() if not family.plan.takes_unet_patches and not family.described
             for found in [_compared(family, shapes, names)] if found]
     return min(near, key=lambda each: each[0])[1:] if near else None
 
