@@ -1,8 +1,8 @@
-"""A pytest plugin that runs tests with workers on a device of another type, "pretend", to find code that names a type.
+"""A pytest plugin that runs tests with workers on a device of another type, "fakegpu", to find code that names a type.
 
     PYTHONPATH=. pytest -p tests.support.renamed_device tests/unit/host/test_client.py
 
-Workers on "cpu" run on "pretend:0", "pretend:1" instead. Their device has that type everywhere, and torch has a module
+Workers on "cpu" run on "fakegpu:0", "fakegpu:1" instead. Their device has that type everywhere, and torch has a module
 of that name. Its tensors are CPU tensors, since torch creates them on the CPU.
 """
 
@@ -14,7 +14,7 @@ import threading
 import time
 import types
 
-TYPE, NUM_DEVICES, TOTAL_BYTES = "pretend", 4, 2 ** 34
+TYPE, NUM_DEVICES, TOTAL_BYTES = "fakegpu", 4, 2 ** 34
 CUSTOMIZE = "from tests.support.renamed_device import install\ninstall()\n"
 
 
@@ -107,7 +107,7 @@ def device_module():
     """torch's module for the type."""
     import torch
     module = types.ModuleType(f"torch.{TYPE}")
-    properties = types.SimpleNamespace(name="Pretended GPU", total_memory=TOTAL_BYTES, max_compute_units=8)
+    properties = types.SimpleNamespace(name="Fake GPU", total_memory=TOTAL_BYTES, max_compute_units=8)
     zero = dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_allocated", "current_device"),
                          lambda device=None: 0)
     nothing = dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats", "set_device", "init",

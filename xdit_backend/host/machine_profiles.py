@@ -40,6 +40,12 @@ def gpu_of(device):
     return f"CPU {platform.machine()}, {os.cpu_count()} cores", float(available_memory()[1])
 
 
+def memory_of(device):
+    """Total memory in bytes of a GPU of this machine. Creates no context on it."""
+    device = torch.device(device)
+    return accelerator.module(device).get_device_properties(device).total_memory
+
+
 def capability_of(device):
     """Compute capability of an NVIDIA or AMD GPU; (0, 0) for a CPU; None if unknown, as for another machine's
     device."""

@@ -92,7 +92,7 @@ def memory_of(device):
     if machine_of(device):
         return GROUPS.gpu_of(device)[1]
     if own_name(device) != "cpu":
-        return int(machine_profiles.gpu_of(device)[1])
+        return machine_profiles.memory_of(device)
     return available_memory()[1]
 
 

@@ -52,6 +52,8 @@ class Link:
     def send(self, notice):
         try:
             self._socket.send(notice)
+        except BlockingIOError as error:                       # a lost notice would leave the other rank waiting
+            raise ExchangeError("the socket of a pair is full of notices that the other rank does not read") from error
         except OSError:                                        # closed: `receive` reports that
             pass
 
