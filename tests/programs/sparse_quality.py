@@ -12,7 +12,7 @@ from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.demo_model.autoencoder import CHANNELS
 from xdit_backend.demo_model.transformer import shifted_sigmas
 from xdit_backend.host.calls import Call
-from xdit_backend.protocol.specs import Layout, SparseOptions
+from xdit_backend.protocol.specs import METHODS_OF_SPARSE, Layout, SparseOptions
 from xdit_backend.tools.bench.quality import DEMO, conditioning_of, decode
 from xdit_backend.tools.bench.sampler import Method, Model, Sampling, sample
 from xdit_backend.tools.bench.worker_groups import start_clients
@@ -32,6 +32,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=len(PROMPTS))
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--methods", nargs="+", choices=METHODS_OF_SPARSE, default=METHODS_OF_SPARSE)
     options = parser.parse_args()
     checkpoint, prompts = open_checkpoint(str(DEMO)), PROMPTS[:options.prompts]
     model = Model(checkpoint.spec("float32", "float32"), CHANNELS, checkpoint.family.time_scale)
@@ -49,7 +50,7 @@ def main():
 
         dense = images(None)
         print("| method | 50 % | 75 % | 90 % |\n| --- | --- | --- | --- |")
-        for method in ("sol-attn", "sla"):
+        for method in options.methods:
             found = []
             for sparsity in TAUS:
                 error = ((images(options_of(method, sparsity)) - dense) / 2).square().mean((1, 2, 3)).clamp(min=1e-10)
