@@ -215,7 +215,7 @@ def requested(comfyui, layout_name, num_bytes, weights_memory, monkeypatch):
         dims=subject.dims, family=family, config=fit.config, spec=spec, transformer_config=subject.checkpoint.config,
         devices=tuple(f"cuda:{index}" for index in range(count)), device_bytes=[num_bytes] * count,
         job=lambda shape, *others: job_of(family, subject.dims, shape, *others))
-    plan_of = functools.partial(offload_plan, subject.model, family, spec)
+    plan_of = functools.partial(offload_plan, subject.table(layout.tensor_degree))
     return fit, checks.MemoryCheck(setup, plan_of, None, dict, dict)
 
 

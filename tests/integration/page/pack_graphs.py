@@ -52,7 +52,7 @@ CORE = {
             "forecast_keys_values": number(default=0.6), "displaced_degree": number("INT", default=1),
             "displaced_mode": combo(["auto"], default="auto"), "approximate": combo(["allowed"], default="allowed"),
             "weights_memory": ["STRING", {"default": "auto"}], "compile": combo(["off"], default="off"),
-            "attention": combo(["as ComfyUI", "sdpa", "flash", "sage"], default="as ComfyUI"),
+            "attention": combo(["auto", "as ComfyUI", "sdpa", "flash", "sage"], default="auto"),
             "exchange": combo(["whole"], default="whole"), "sparse_attention": combo(["off"], default="off"),
             "sparse_settings": ["STRING", {"default": ""}]},
         devices=["STRING", {"default": "auto"}], mode=combo(["auto", "manual"], default="auto"),
