@@ -16,7 +16,7 @@ CHUNK_BYTES = 2 ** 24
 
 def on_device(tensor, device):
     """A small tensor from system RAM on `device`, copied asynchronously."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type != "cpu" else tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True) if accelerator.is_gpu(device) else tensor.to(device)
 
 
 class PinnedAhead:
@@ -28,7 +28,7 @@ class PinnedAhead:
 
     def __init__(self, tensors, device):
         self._tensors, self._device, self._names = dict(tensors), device, frozenset(tensors)
-        if device.type != "cpu" and tensors:
+        if accelerator.is_gpu(device) and tensors:
             pool, pinned = ThreadPoolExecutor(1, "xdit-pin"), {}
             for name, tensor in tensors.items():
                 key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
@@ -44,7 +44,7 @@ class PinnedAhead:
     def take(self, name):
         """The tensor on the device; each name is taken once."""
         tensor = self._tensors.pop(name)
-        return (tensor.result().to(self._device, non_blocking=True) if self._device.type != "cpu"
+        return (tensor.result().to(self._device, non_blocking=True) if accelerator.is_gpu(self._device)
                 else tensor.to(self._device))
 
 
@@ -59,7 +59,7 @@ class StagingBuffers:
 
     def __init__(self, device, chunk_bytes=None):
         self._device = device
-        self._chunk_bytes = chunk_bytes or (CHUNK_BYTES if device.type != "cpu" else None)
+        self._chunk_bytes = chunk_bytes or (CHUNK_BYTES if accelerator.is_gpu(device) else None)
         self._chunks = []
 
     def to_device(self, source):
@@ -115,7 +115,7 @@ class StagingBuffers:
     def _next(self, shape, dtype):
         """The next chunk as a tensor of this shape, once it is free, and the event to record after its transfer."""
         if not self._chunks:
-            on_gpu = self._device.type != "cpu"
+            on_gpu = accelerator.is_gpu(self._device)
             self._chunks = [(torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=on_gpu),
                              accelerator.sleeping_event(self._device) if on_gpu else Arrived()) for _ in range(2)]
         self._chunks.reverse()

@@ -28,6 +28,11 @@ def module(device=None):
     return torch.get_device_module(device_type() if device is None else device)
 
 
+def is_gpu(device):
+    """Whether a torch.device is a GPU: neither the host nor "meta"."""
+    return device.type not in ("cpu", "meta")
+
+
 def num_devices():
     """Number of GPUs that torch finds."""
     own = module()
