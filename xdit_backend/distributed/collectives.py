@@ -75,7 +75,7 @@ class Traffic:
         """Context in which this process or its device waits for other ranks.
 
         tensor: of the communication; its device is the one that waits. recorded: add the wait to `waits`."""
-        start, on_device = time.perf_counter(), tensor.device.type != "cpu"
+        start, on_device = time.perf_counter(), accelerator.is_gpu(tensor.device)
         if on_device:
             own = accelerator.module(tensor.device)
             before, after = own.Event(), own.Event()
@@ -236,4 +236,4 @@ class RingExchange:
 def on_wire(tensor, group):
     """The tensor where the backend can send it from: gloo sends system RAM only. With tensors of GPUs it is used if
     ranks share one, or where there is no other backend."""
-    return tensor.cpu() if tensor.device.type != "cpu" and dist.get_backend(group) == "gloo" else tensor
+    return tensor.cpu() if accelerator.is_gpu(tensor.device) and dist.get_backend(group) == "gloo" else tensor

@@ -2,6 +2,7 @@
 has one graph, and what cannot be compiled is refused in words."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ ROUNDED = 1e-3                 # where models of tensor shards round to float32 
 DRAWN = ("Flux.1", "Wan", "Qwen-Image", "SD3", "Z-Image", "HiDream-I1")
 METHODS = ("plain", "kept")
 UNCOMPILED = ("SeedVR2",)
+NUMBERS = itertools.count()                # of backends that a test registers
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +189,9 @@ def complex_steps(name):
         found.extend(node.name for node in graph.graph.nodes if node.op != "placeholder"
                      and torch.is_tensor(node.meta.get("example_value")) and node.meta["example_value"].is_complex())
         return graph.forward
-    forward(one, Hooks(one.model, one.family.plan), backend)
+    backend_name = f"complex steps {next(NUMBERS)}"
+    torch._dynamo.register_backend(backend, name=backend_name)
+    forward(one, Hooks(one.model, one.family.plan), backend_name)
     return found
 
 
