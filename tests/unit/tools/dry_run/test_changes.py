@@ -21,7 +21,7 @@ from xdit_backend.tools.bench.size import parse_layout
 from xdit_backend.tools.dry_run.commands import HostMemory
 from xdit_backend.tools.dry_run.fake_cuda import CUDA, fake_cuda_device
 from xdit_backend.tools.dry_run.op_counter import DeviceWork
-from xdit_backend.tools.dry_run.simulated_rank import load, outline
+from xdit_backend.tools.dry_run.simulated_rank import load, outline, table_of
 from xdit_backend.worker.models import Loaded, Models
 
 LORA_RANK = 16
@@ -140,9 +140,9 @@ def test_a_lora_is_added_beside_packed_weights(monkeypatch, type_, layout_name):
     monkeypatch.setattr(type(plain), "check_is", lambda self, spec: None, raising=False)
     monkeypatch.setattr(changes, "read_plain", lambda checkpoint, tensors, without: dict(tensors))
     add, take_out = batches_of(plain, memory, 1)
-    model, packed = outline(plain, spec)
+    (model, packed), table = outline(plain, spec), table_of(plain, spec)
     with fake_cuda_device(), DeviceWork() as work, Holes():
-        models, name = models_with(load(plain, spec, model, packed, (range(2 * NUM_BLOCKS), 0)).transformer)
+        models, name = models_with(load(plain, table, model, packed, (range(2 * NUM_BLOCKS), 0)).transformer)
         before = work.resident_bytes
         work.start_over()
         for batch in add:

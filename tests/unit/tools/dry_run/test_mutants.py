@@ -102,16 +102,16 @@ def test_a_collective_on_the_wrong_group_is_seen(row_with):
 
 
 def test_a_kernel_for_each_head_is_seen(row_with):
-    def by_head(plain, self, query, key, value, mask):
-        return torch.cat([plain(self, *(each[:, head:head + 1] for each in (query, key, value)), mask)
+    def by_head(plain, self, query, key, value, *others):
+        return torch.cat([plain(self, *(each[:, head:head + 1] for each in (query, key, value)), *others)
                           for head in range(query.shape[1])], 1)
 
     assert row_with(sequence_parallel.Attention, "local", by_head).kernels > known_kernels()[CALM]["ulysses2"]
 
 
 def test_weights_that_are_held_twice_are_seen(row_with):
-    def twice(plain, checkpoint, spec, model, *others):
-        loaded = plain(checkpoint, spec, model, *others)
+    def twice(plain, checkpoint, table, model, *others):
+        loaded = plain(checkpoint, table, model, *others)
         loaded.transformer.files = {name: weight.clone() for name, weight in model.named_parameters()}
         return loaded
 
