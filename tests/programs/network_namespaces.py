@@ -209,7 +209,7 @@ def run(folder, pid, link, steps):
     try:
         timed("join, start and load", predict)
         timed(f"{steps} steps", run_steps)
-        timed("a VAE, and a picture", show)
+        timed("a VAE and an image", show)
         timed("measuring", measure)
         timed(f"{steps} steps, and nothing passes for {STALL_S:.0f} s", stall)
         for doing, act in moments.items():
@@ -224,7 +224,7 @@ def run(folder, pid, link, steps):
                 raise AssertionError(f"a cut while {doing} was no error")
             link.heal()
             timed("link is back: join, start, load and a step", predict)
-            timed("a VAE, and a picture", show)
+            timed("a VAE and an image", show)
     finally:
         client.close()
         listener.close()
