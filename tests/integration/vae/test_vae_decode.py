@@ -262,8 +262,9 @@ def test_weights_come_from_host_memory_as_long_as_they_leave_too_little_room(com
             assert torch.equal(comfyui.vae_decode.execute(samples, vae, config).args[0], first)
             assert said[-1].endswith("on 2 devices, VAE weights streamed from system RAM")
         streamed_bytes = client.report_memory()[0]["vae_bytes"]
+        longer = {"samples": latents(kind, *(each * 4 for each in shape[:-2]), *shape[-2:])}      # of several phases
         with comfyui.cancelled_amid("decoding"):
-            comfyui.vae_decode.execute(samples, vae, config)
+            comfyui.vae_decode.execute(longer, vae, config)
         assert torch.equal(comfyui.vae_decode.execute(samples, vae, config).args[0], first)
 
     # most of it is one layer, of two that have room
