@@ -1,26 +1,21 @@
 """Measured times of compiled and uncompiled runs, by which `compile` auto decides whether compiling pays."""
 
-import logging
 import statistics
 import weakref
 from collections import Counter
-from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-import pydantic
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from ..protocol.validation import STRICT
-from .machine_profiles import write_json
+from .run_store import MAX_RUNS, RunStore
 
 FILE = "compiled.json"
-MAX_RUNS, MAX_BYTES = 256, 2 ** 20
 # before anything was compiled on these devices: Flux.1 dev on one H200 took 0.1727 s a step, compiled 0.1314, and its
 # first step 21.5 s (docs/benchmarks.md); a Flux.1 of 4 blocks on a CPU 0.442 and 0.432 s
 SAVING_ON_CUDA, SAVING_ON_CPU, COMPILE_S = 0.2, 0.02, 30.0
 
-log = logging.getLogger(__name__)
 Seconds: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
 
 
@@ -36,6 +31,10 @@ class CompileTime:
     compiled_s: Seconds = None
     compile_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     why_not: Annotated[str, Field(max_length=1000)] = ""
+
+    @property
+    def key(self):
+        return self.work, self.gpus
 
     @property
     def saving(self):
@@ -60,11 +59,11 @@ class Decision:
     compile_s: float = 0.0
 
 
-class CompileTimes:
+class CompileTimes(RunStore):
     """Stored times, and what this session has run. folder(): ComfyUI's user folder of the pack."""
 
     def __init__(self, folder):
-        self._folder, self._times = folder, None               # (work, gpus) -> CompileTime
+        super().__init__(folder, FILE, _File, "times of compiled runs")
         self._num_steps = Counter()                            # (work, gpus) -> steps in this session
         self._compiled = weakref.WeakKeyDictionary()           # worker group -> {work} that it has compiled
 
@@ -79,7 +78,7 @@ class CompileTimes:
             return Decision(False)
         planned = num_steps + self._num_steps[key]
         saving = time.saving if time.saving is not None else self._usual_saving(gpus, is_cuda)
-        compile_s = 0.0 if work in self._compiled.get(group, ()) else self._usual_compile_s(time, gpus)
+        compile_s = 0.0 if self.is_ready(work, group) else self._usual_compile_s(time, gpus)
         saved_s = saving * time.eager_s * planned
         return Decision(saved_s > compile_s and saving > 0, saved_s, planned, compile_s)
 
@@ -114,34 +113,3 @@ class CompileTimes:
 
     def _find(self, work, gpus):
         return self._known().get((work, tuple(gpus))) or CompileTime(work, tuple(gpus))
-
-    def _store(self, time):
-        known = self._known()
-        known.pop((time.work, time.gpus), None)
-        known[time.work, time.gpus] = time
-        for key in list(known)[:max(0, len(known) - MAX_RUNS)]:
-            del known[key]
-        write_json(self._path, pydantic.TypeAdapter(_File).dump_python(_File(1, tuple(known.values())), mode="json"))
-
-    @property
-    def _path(self):
-        return Path(self._folder()) / FILE
-
-    def _known(self):
-        if self._times is None:
-            self._times = {(time.work, time.gpus): time for time in self._read()}
-        return self._times
-
-    def _read(self):
-        try:
-            with open(self._path, "rb") as file:
-                raw = file.read(MAX_BYTES + 1)
-            if len(raw) > MAX_BYTES:
-                raise ValueError(f"it has more than {MAX_BYTES} bytes")
-            return pydantic.TypeAdapter(_File).validate_json(raw).runs
-        except FileNotFoundError:
-            return ()
-        except (OSError, ValueError) as error:                 # ValidationError is a ValueError
-            log.warning("the stored times of compiled runs are ignored: %s: %s", self._path,
-                        str(error).splitlines()[0])
-            return ()

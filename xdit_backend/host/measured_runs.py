@@ -4,23 +4,16 @@ Only measurements are compared with each other, never a measurement with an esti
 """
 
 import datetime
-import logging
-from pathlib import Path
 from typing import Annotated, Literal
 
-import pydantic
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from ..protocol.validation import STRICT
-from .machine_profiles import write_json
+from .run_store import MAX_RUNS, RunStore
 
 FILE = "measured.json"
-MAX_RUNS = 256                             # the oldest are dropped
-MAX_BYTES = 2 ** 20
 ONE_DEVICE = "one device"
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -46,21 +39,16 @@ class _File:
     runs: Annotated[tuple[MeasuredRun, ...], Field(max_length=MAX_RUNS)]
 
 
-class MeasuredRuns:
+class MeasuredRuns(RunStore):
     """The measured runs in ComfyUI's user folder, read at the first use. folder(): the folder of the file."""
 
     def __init__(self, folder):
-        self._folder, self._runs = folder, None                # key -> MeasuredRun, the last measured one last
+        super().__init__(folder, FILE, _File, "measurements of runs")
 
     def record(self, work, gpus, layout, step_s):
         """Store a run's measurement in place of an earlier one of the same run; returns the MeasuredRun."""
         run = MeasuredRun(work, tuple(gpus), layout, float(step_s), datetime.date.today().isoformat())
-        known = self._known()
-        known.pop(run.key, None)
-        known[run.key] = run
-        for key in list(known)[:max(0, len(known) - MAX_RUNS)]:
-            del known[key]
-        write_json(self._path, pydantic.TypeAdapter(_File).dump_python(_File(1, tuple(known.values())), mode="json"))
+        self._store(run)
         return run
 
     def find(self, work, gpus, layout):
@@ -71,25 +59,3 @@ class MeasuredRuns:
         """The fastest measurement of the same run on any one of these devices, or None."""
         found = [run for name in dict.fromkeys(gpus) if (run := self.find(work, (name,), ONE_DEVICE)) is not None]
         return min(found, key=lambda run: run.step_s, default=None)
-
-    @property
-    def _path(self):
-        return Path(self._folder()) / FILE
-
-    def _known(self):
-        if self._runs is None:
-            self._runs = {run.key: run for run in self._read()}
-        return self._runs
-
-    def _read(self):
-        try:
-            with open(self._path, "rb") as file:
-                raw = file.read(MAX_BYTES + 1)
-            if len(raw) > MAX_BYTES:
-                raise ValueError(f"it has more than {MAX_BYTES} bytes")
-            return pydantic.TypeAdapter(_File).validate_json(raw).runs
-        except FileNotFoundError:
-            return ()
-        except (OSError, ValueError) as error:                 # ValidationError is a ValueError
-            log.warning("the stored measurements of runs are ignored: %s: %s", self._path, str(error).splitlines()[0])
-            return ()

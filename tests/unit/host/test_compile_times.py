@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from xdit_backend.host.compile_times import COMPILE_S, FILE, MAX_RUNS, SAVING_ON_CUDA, CompileTimes
+from xdit_backend.host.compile_times import COMPILE_S, FILE, SAVING_ON_CUDA, CompileTimes
+from xdit_backend.host.run_store import MAX_RUNS
 
 WORK, OTHER, GPUS = "0123456789abcdef", "fedcba9876543210", ("a GPU", "a GPU")
 

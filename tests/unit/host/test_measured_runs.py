@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from xdit_backend.host.measured_runs import FILE, MAX_BYTES, MAX_RUNS, ONE_DEVICE, MeasuredRuns
+from xdit_backend.host.measured_runs import FILE, ONE_DEVICE, MeasuredRuns
+from xdit_backend.host.run_store import MAX_BYTES, MAX_RUNS
 
 WORK, OTHER = "0123456789abcdef", "fedcba9876543210"
 
