@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 import comfy.lora
 import comfy.lora_convert
@@ -113,8 +114,9 @@ def build_pair(family, base_model):
     """Build both models on the CPU. Raises what ComfyUI's class raises if it is built in another way."""
     generator = torch.Generator().manual_seed(1)
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        native = type(base_model.diffusion_model)(**family.test_config.arguments, dtype=torch.float32, device="cpu",
-                                                  operations=comfy.ops.disable_weight_init).eval()
+        with _MarkedMemory():
+            native = type(base_model.diffusion_model)(**family.test_config.arguments, dtype=torch.float32, device="cpu",
+                                                      operations=comfy.ops.disable_weight_init).eval()
         family.test_config.thin(native)
         _randomise(native, generator)
         tensors = family.test_config.in_file(dict(native.state_dict()))
@@ -197,9 +199,22 @@ def _around(native, base_model):
     return small
 
 
+class _MarkedMemory(TorchFunctionMode):
+    """Fill the tensors of torch.empty with NaN, so that a buffer that only a file fills (SD3's pos_embed) is known."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function is torch.empty and result.is_floating_point():
+            result.fill_(torch.nan)
+        return result
+
+
 def _randomise(module, generator):
-    """Random weights that keep activations near 1. Buffers keep the values that the class has computed."""
-    for name, parameter in module.named_parameters():
+    """Random weights that keep activations near 1. Buffers keep the values that the class has computed; where it
+    computes none, they are drawn too."""
+    unfilled = [(name, buffer) for name, buffer in module.named_buffers()
+                if buffer.is_floating_point() and buffer.isnan().any()]
+    for name, parameter in (*module.named_parameters(), *unfilled):
         numbers = torch.randn(parameter.shape, generator=generator)
         leaf, fan_in = name.rpartition(".")[2], parameter[0].numel() if parameter.ndim > 1 else 1
         if leaf == "weight" and parameter.ndim > 1:

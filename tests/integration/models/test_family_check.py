@@ -111,6 +111,15 @@ def test_a_method_of_another_pack_is_part_of_the_key(comfyui, monkeypatch):
     assert comparisons.key_of(mmdit.__name__) != before
 
 
+@pytest.mark.parametrize("kind", by_default(("sd3", "minimax-h3"), families()))
+def test_no_memory_is_compared_that_nothing_has_written(comfyui, user, check, kind):
+    """As SD3's pos_embed, which a file fills."""
+    base_model = comfyui.ours(kind, comfyui.config()).model
+    pair = check.build_pair(families()[kind], base_model)
+
+    assert not [name for name, tensor in pair.native.state_dict().items() if not tensor.isfinite().all()]
+
+
 def test_the_random_numbers_of_the_process_are_left_as_they_are(comfyui, user):
     before = torch.get_rng_state()
     comfyui.ours("sd3", comfyui.config()).model.remote.comparison.result()
