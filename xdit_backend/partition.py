@@ -251,7 +251,7 @@ def ranks_by_part(num_ranks, spec):
 
 def last_stage_ranks(layout, world_size):
     """Ranks of the last stage, which return predictions."""
-    stage_ranks = layout.ring_degree * layout.ulysses_degree * layout.tensor_degree
+    stage_ranks = layout.stage_ranks
     return [rank for rank in range(world_size)
             if rank // stage_ranks % layout.pipefusion_degree == layout.pipefusion_degree - 1]
 

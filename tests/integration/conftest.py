@@ -32,9 +32,10 @@ def in_pixels(kind, size):
 
 def in_dims(family, size):
     """The dims of a latent after its channels, for rows and columns; of sound its length, an odd one."""
-    if family.test_config.rows is not None:
-        return family.test_config.rows, 2 * size[0] * size[-1] + 1
-    return {1: (2 * size[0] * size[-1] + 1,), 2: size, 3: (family.test_config.frames, *size)}[len(family.latent.patch)]
+    if family.testing.rows is not None:
+        return family.testing.rows, 2 * size[0] * size[-1] + 1
+    sizes = {1: (2 * size[0] * size[-1] + 1,), 2: size, 3: (family.testing.frames, *size)}
+    return sizes[len(family.inputs.latent.patch)]
 
 
 def in_parts(*parts):
@@ -119,7 +120,8 @@ class ComfyUI:
 
     def transformer_config(self, kind):
         """The arguments of diffusers' class for the tiny checkpoint."""
-        return families()[kind].config(open_checkpoint(self.base / "diffusion_models" / self.file(kind)).shapes)
+        shapes = open_checkpoint(self.base / "diffusion_models" / self.file(kind)).shapes
+        return families()[kind].detection.config(shapes)
 
     def conditioning(self, kind, seed, tokens=20):
         generator = torch.Generator().manual_seed(seed)
@@ -149,7 +151,7 @@ class ComfyUI:
             options |= {"attention_mask": made["text_embedding_mask"],
                         "conditioning_mt5xl": made["encoder_hidden_states_t5"],
                         "attention_mask_mt5xl": made["text_embedding_mask_t5"]}
-        if "y" in families()[kind].ignored:                    # which ComfyUI asks for, and its model leaves out
+        if "y" in families()[kind].inputs.ignored:                    # which ComfyUI asks for, and its model leaves out
             options["pooled_output"] = torch.zeros(1, 8)
         if kind.startswith("ltx-2"):                           # as its text encoder gives it, for ComfyUI to prepare
             made["context"] = made["context"].chunk(2, -1)[0] if kind != "ltx-2.3" else made["context"]
@@ -198,11 +200,11 @@ class ComfyUI:
         size = in_dims(family, size)
         config = self.transformer_config(kind)
         video = torch.zeros(batch, family.num_channels(config), *size)
-        if not family.components.names:
+        if not family.inputs.components.names:
             return {"samples": video}
-        [beside] = family.components.names
-        return {"samples": in_parts(family.components.first(video),
-                                    torch.zeros(family.components.shapes(config, video.shape, audio)[beside]))}
+        [beside] = family.inputs.components.names
+        return {"samples": in_parts(family.inputs.components.first(video),
+                                    torch.zeros(family.inputs.components.shapes(config, video.shape, audio)[beside]))}
 
     @contextmanager
     def cancelled_amid(self, text):

@@ -38,7 +38,7 @@ STAY["a tenth, shared"] = STAY["a tenth"]  # with WeightCopies.is_shared
 
 def deeper(name):
     """What of a tiny model's config gives it so many blocks that some of them come."""
-    config = FAMILIES[name].test_config.config
+    config = FAMILIES[name].testing.config
     if name in UNETS:
         return PUBLISHED[name]
     found = {key: BLOCKS[config[key]] for key in COUNTS if key in config}
@@ -65,8 +65,7 @@ class Folder:
         if layout.pipefusion_degree == 1:
             return None
         blocks = self.family.num_blocks(self.branches[0].config)
-        return Stages(2, layout.ulysses_degree * layout.ring_degree * layout.tensor_degree,
-                      (blocks // 2, blocks - blocks // 2))
+        return Stages(2, layout.stage_ranks, (blocks // 2, blocks - blocks // 2))
 
     def budget(self, layout, share):
         """Bytes of a device for what is outside of the blocks, the buffers, and so much of the blocks."""
@@ -100,11 +99,11 @@ def run_of(folder, layout, store, requests, share):
     def branch(one, name, rows):
         latent = one.latent if rows is None else one.latent.narrow(rows[0].dim, rows[0].start, rows[1])
         shape = (latent.shape[0], folder.family.num_channels(one.config), *latent.shape[2:])
-        shapes = [shape, *(tuple(one.conditioning[part].shape) for part in folder.family.components.names)]
+        shapes = [shape, *(tuple(one.conditioning[part].shape) for part in folder.family.inputs.components.names)]
         written = [store.create(each, one.latent.dtype)[0] for each in shapes]
         made.extend(written)
         return specs.Branch(store.share(latent.contiguous()), store.share(one.timestep), name, written[0],
-                            parts=dict(zip(folder.family.components.names, written[1:], strict=True)))
+                            parts=dict(zip(folder.family.inputs.components.names, written[1:], strict=True)))
 
     def step(rows=None, **settings):
         branches = [branch(one, name, rows) for name, one in zip(names, folder.branches, strict=True)]
@@ -114,8 +113,8 @@ def run_of(folder, layout, store, requests, share):
 
     step()
     step(stale=layout.displaced_degree > 1)
-    if layout.pipefusion_degree > 1 and not folder.family.components.names:
-        for rows in cut_patches(folder.branches[0].latent.shape, folder.family.latent.patch, 2):
+    if layout.pipefusion_degree > 1 and not folder.family.inputs.components.names:
+        for rows in cut_patches(folder.branches[0].latent.shape, folder.family.inputs.latent.patch, 2):
             step(rows)
     commands += [messages.DropConditioning(next(requests), names), messages.DropModel(next(requests), spec.name)]
     return Run(spec, commands, made)

@@ -149,8 +149,8 @@ class Host:
 
     def spec(self, layout, format_):
         degrees = self.layouts[layout]
-        stages = None if degrees.pipefusion_degree == 1 else Stages(degrees.pipefusion_degree,
-                                                                    degrees.ulysses_degree * degrees.tensor_degree)
+        staged = degrees.pipefusion_degree > 1
+        stages = Stages(degrees.pipefusion_degree, degrees.stage_ranks) if staged else None
         return self.model(format_)[0].spec("float64", "float64", stages, degrees.tensor_degree,
                                            weights_memory=int(layout in COMING))
 

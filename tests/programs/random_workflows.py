@@ -380,7 +380,7 @@ class Runner:
         """The workflow's latent with this MODEL; Parallel Sampler is KSampler for ComfyUI's own."""
         with torch.inference_mode():
             model, (positive, negative), latent = self.changed(model, drawn), self.prompts(drawn), self.latent(drawn)
-            if self.text_moved_by and "context" in families()[drawn["kind"]].ignored:      # text is numbers of words
+            if self.text_moved_by and "context" in families()[drawn["kind"]].inputs.ignored:  # text is numbers of words
                 model = model.clone()
                 model.set_model_sampler_post_cfg_function(functools.partial(moved, self.text_moved_by))
             if drawn["second"] == "interrupted":

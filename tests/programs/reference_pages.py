@@ -49,7 +49,7 @@ def diffusers_table():
     """{version of diffusers: families that need it}, from the families' refusals under an old version."""
     needed = {}
     for family in FAMILIES.values():
-        for refusal in family.refusals:
+        for refusal in family.detection.refusals:
             with patch("importlib.metadata.version", return_value="0.1"):
                 try:
                     reason = refusal({}) or ""

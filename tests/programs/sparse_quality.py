@@ -35,7 +35,7 @@ def main():
     parser.add_argument("--methods", nargs="+", choices=METHODS_OF_SPARSE, default=METHODS_OF_SPARSE)
     options = parser.parse_args()
     checkpoint, prompts = open_checkpoint(str(DEMO)), PROMPTS[:options.prompts]
-    model = Model(checkpoint.spec("float32", "float32"), CHANNELS, checkpoint.family.time_scale)
+    model = Model(checkpoint.spec("float32", "float32"), CHANNELS, checkpoint.family.inputs.time_scale)
     noise = torch.stack([torch.randn(CHANNELS, SIDE, SIDE, generator=torch.Generator().manual_seed(number))
                          for number in range(len(prompts))])
     call = Call(noise, torch.zeros(1), conditioning_of(checkpoint.family, prompts))

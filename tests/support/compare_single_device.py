@@ -31,7 +31,7 @@ from xdit_backend.worker.engine import Engine
 EXACT = 1e-10
 SIZES = {"rows": 6, "columns": 10, "batch": 2}
 # What a folder cannot say of a tiny model: it is as published ones are.
-PUBLISHED = {"Anima": {"_conditioner": FAMILIES["Anima"].test_config.config["_conditioner"]
+PUBLISHED = {"Anima": {"_conditioner": FAMILIES["Anima"].testing.config["_conditioner"]
                        | {"num_attention_heads": 16}},
              **{name: {"block_out_channels": (64,) * len(UNETS[name]["block_out_channels"])} | (
                  {"norm_num_groups": 32} if "norm_num_groups" in UNETS[name] else {"num_attention_heads": (1, 1, 1)})
@@ -61,7 +61,7 @@ def layouts_on(name, num_devices):
 def can_run(name, layout):
     """Whether the nodes let a family run under a layout."""
     family, degrees = FAMILIES[name], vars(layout)
-    config = family.test_config.config | PUBLISHED.get(name, {})
+    config = family.testing.config | PUBLISHED.get(name, {})
     settings = ParallelConfig(mode="manual", **degrees)
     try:
         validate(settings, math.prod(degrees.values()))
@@ -85,7 +85,7 @@ def save(one, folder):
     if one.family.is_comfyuis:
         return save_transformer(one.model, folder)
     own = folder / ("unet" if one.family.plan.is_unet else "transformer")
-    for part in one.family.folder.extra_parts:
+    for part in one.family.detection.folder.extra_parts:
         if hasattr(one.model, part):
             getattr(one.model, part).save_pretrained(folder / part)
             delattr(one.model, part)
@@ -158,7 +158,7 @@ class Run:
             made = [store.create(tuple(part.shape), torch.float64)[0] for part in wanted]
             self._compared += zip(made, wanted, strict=True)
             return specs.Branch(store.share(one.latent), store.share(one.timestep), names[number], made[0],
-                                parts=dict(zip(family.components.names, made[1:], strict=True)))
+                                parts=dict(zip(family.inputs.components.names, made[1:], strict=True)))
         predict = functools.partial(messages.Predict, options=specs.ForwardOptions(compile_backend=compile_backend))
         first = random.Random(f"{seed} {saved.name} {layout}").randrange(2)
         self.commands += [predict(next(requests), spec.name, self.layout, [branch(0), branch(other)],

@@ -57,7 +57,7 @@ def save_controlnet(name, path):
     kind, place, arguments = CONTROLNETS[name]
     module, _, cls = place.partition(":")
     if callable(arguments):
-        arguments = arguments(families()[kind].test_config.arguments)
+        arguments = arguments(families()[kind].testing.arguments)
     if module not in ("diffusers", "comfy.t2i_adapter.adapter"):
         import comfy.ops
         arguments = arguments | {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.disable_weight_init}

@@ -231,7 +231,7 @@ class StaleTransformer:
 
     def _pixels(self, band, x):
         """Which pixels of the latent are of the band's tokens."""
-        latent = self.example.family.latent
+        latent = self.example.family.inputs.latent
         mask = self._own("image", latent.num_tokens(x.shape), band).view(latent.counts(x.shape))
         for dim, size in enumerate(latent.patch):
             mask = mask.repeat_interleave(min(size, x.shape[2 + dim]), dim)

@@ -73,7 +73,7 @@ def _modules(name, patches):
     from comfy.ops import disable_weight_init
     place = {"device": "cpu", "dtype": torch.float32, "operations": disable_weight_init}
     if name == "lllite":
-        width, modules = families()["anima"].test_config.arguments["model_channels"], torch.nn.Module()
+        width, modules = families()["anima"].testing.arguments["model_channels"], torch.nn.Module()
         modules.lllite_conditioning1 = lllite.AnimaLLLiteConditioning(3, 16, 12, 1, (), **place)
         for layer in ("self_attn_q_proj", "self_attn_v_proj", "cross_attn_q_proj", "mlp_layer1"):
             modules.add_module(f"lllite_dit_blocks_0_{layer}", lllite.AnimaLLLiteModule(width, 12, 8, **place))

@@ -33,7 +33,7 @@ class Example:
 
     def at(self, sigma):
         """The timestep at a noise level."""
-        return self.times * sigma * self.family.time_scale
+        return self.times * sigma * self.family.inputs.time_scale
 
     def loaded(self, hooks, blocks=None):
         """As a worker has it, with these blocks of it; None: all."""
@@ -47,7 +47,7 @@ class Example:
 
     def run_parts(self):
         """The same, of each part of the latent."""
-        output = self.model(**self.family.inputs(self.latent, self.timestep, self.conditioning, self.config),
+        output = self.model(**self.family.forward_arguments(self.latent, self.timestep, self.conditioning, self.config),
                             return_dict=False)[0]
         return [self.family.prediction(output, self.latent), *self.family.component_predictions(output).values()]
 
@@ -61,9 +61,9 @@ def lacks_module(family):
 
 
 # All, but for those that need a newer diffusers or ComfyUI than is installed.
-CONFIGS = {name: family.test_config.config for name, family in FAMILIES.items()
+CONFIGS = {name: family.testing.config for name, family in FAMILIES.items()
            if not family.plan.is_unet and not lacks_module(family)
-          and not any(refusal.__name__ == "older_diffusers" and refusal({}) for refusal in family.refusals)}
+          and not any(refusal.__name__ == "older_diffusers" and refusal({}) for refusal in family.detection.refusals)}
 
 
 def takes(family, degrees):
@@ -83,24 +83,24 @@ FOLDERS = [name for name in CONFIGS if name not in ("Anima", "LTX-2", "Chroma Ra
 PIPELINES = {"LTX-Video": "LTXConditionPipeline"}              # of folders that tell by that which model they have
 # Of them, those whose latents have no images concatenated, and whose folder says all of them: a host can draw these
 # with no more.
-BARE = [name for name, config in CONFIGS.items() if name in FOLDERS and not FAMILIES[name].settings
+BARE = [name for name, config in CONFIGS.items() if name in FOLDERS and not FAMILIES[name].detection.settings
         and FAMILIES[name].taken_channels(config) == FAMILIES[name].num_channels(config)]
 # Families whose plans are those of others again, or nearly; and one that tests of its own run under other layouts.
 ALIKE = ("PixArt-Alpha", "HunyuanImage", "HunyuanImage refiner", "HunyuanImage distilled",
          "HunyuanVideo 1.5 distilled", "AnyFlow", "CogVideoX-I2V", "Z-Image-Omni", "AuraFlow", "Cosmos-Predict1",
          "Cosmos-Predict2", "Anima", "CogVideoX 1.5", "Mochi", "HunyuanDiT", "LTX-2")
-UNETS = {name: family.test_config.config for name, family in FAMILIES.items() if family.plan.takes_unet_patches}
+UNETS = {name: family.testing.config for name, family in FAMILIES.items() if family.plan.takes_unet_patches}
 WHOLE = [name for name, family in FAMILIES.items() if family.plan.hooks == "replicated"]  # U-shaped too, but ComfyUI's
 # what references are called, of families that have some
 WITH_REFERENCES = {name: word for name in CONFIGS for word in ("ref_latents", "context_latents")
-                   if word in FAMILIES[name].conditioning}
+                   if word in FAMILIES[name].inputs.conditioning}
 EVEN_REFERENCES = ("Z-Image-Omni",)        # whose class in ComfyUI takes references of even sides alone
 IN_FLOAT32 = ("comfy.ldm.audio.dit",)
 # families of which parts of a latent may be at times of their own -> how many parts a latent has; of HunyuanVideo, a
 # given frame
 APART = {"Wan": lambda family, shape: shape[2], "Cosmos-Predict2": lambda family, shape: shape[2],
-         "LTX-Video": lambda family, shape: family.latent.num_tokens(shape),
-         "LTX-2": lambda family, shape: family.latent.num_tokens(shape), "HunyuanVideo": None}
+         "LTX-Video": lambda family, shape: family.inputs.latent.num_tokens(shape),
+         "LTX-2": lambda family, shape: family.inputs.latent.num_tokens(shape), "HunyuanVideo": None}
 
 
 def rotate_in_float64(is_wide):
@@ -131,14 +131,14 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
     its class has of one size alone left out? Else its inputs are.
     """
     family = FAMILIES[name]
-    config = family.test_config.config | more
-    batch *= family.test_config.frames if family.has_frames_as_batch else 1
+    config = family.testing.config | more
+    batch *= family.testing.frames if family.has_frames_as_batch else 1
     torch.manual_seed(0)
     model = build(family, config).eval().to(dtype).requires_grad_(False)
     _wake(model)
     if family.is_comfyuis:
         if thin:
-            family.test_config.thin(model)
+            family.testing.thin(model)
         _draw(model)
         rotate_in_float64(dtype == torch.float64)
         if dtype == torch.float64:
@@ -164,9 +164,9 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
         conditioning["guiding_frame_index"] = torch.zeros(batch)
     elif apart:
         times = torch.rand(batch, APART[name](family, latent.shape), generator=generator).to(dtype)
-    if family.components.names:
+    if family.inputs.components.names:
         conditioning |= beside(family, config, generator, (latent.shape, audio), apart)
-    return Example(model, family, config, latent, times, times * 0.7 * family.time_scale, {
+    return Example(model, family, config, latent, times, times * 0.7 * family.inputs.time_scale, {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in conditioning.items()})
 
 
@@ -174,8 +174,8 @@ def beside(family, config, generator, sizes, apart=False):
     """What a call of a model of video and audio has beside the video, as it reaches the workers. sizes: shape of the
     video, length of the audio."""
     found = {}
-    for name, shape in family.components.shapes(config, *sizes).items():
-        if name in family.components.names:
+    for name, shape in family.inputs.components.shapes(config, *sizes).items():
+        if name in family.inputs.components.names:
             found[name] = torch.randn(shape, generator=generator)
         elif name == "audio_times" and apart:
             found[name] = torch.rand(shape[0], sizes[1], 1, generator=generator)

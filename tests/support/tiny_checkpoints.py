@@ -139,7 +139,7 @@ def transformer(kind, size="test"):
     """ComfyUI's model class of a family, small and random."""
     import comfy.ops
     thin_parts()
-    tiny = families()[kind].test_config
+    tiny = families()[kind].testing
     base, changed = VARIANTS.get(kind, (kind, {}))
     arguments = tiny.arguments | changed | (DEMO.get(base, {}) if size == "demo" else {})
     arguments.pop("causal_ar", None)                           # another class of the same tensors
@@ -199,13 +199,13 @@ def detect_thin():
     import comfy.utils
     thin_parts()
     names = comfy.utils.pixart_to_diffusers
-    thin = {"hidden_size": families()["pixart"].test_config.arguments["hidden_size"]}
+    thin = {"hidden_size": families()["pixart"].testing.arguments["hidden_size"]}
     comfy.utils.pixart_to_diffusers = lambda config, *more, **named: names(thin | config, *more, **named)
     models = comfy.supported_models.models
     comfy.model_detection.detect_unet_config = _of_fewer_blocks(comfy.model_detection.detect_unet_config)
     for kind, family in families().items():
-        detected = getattr(comfy.supported_models, DETECTED.get(kind, family.test_config.detected) or "", None)
-        arguments = family.test_config.arguments | VARIANTS.get(kind, (kind, {}))[1]
+        detected = getattr(comfy.supported_models, DETECTED.get(kind, family.testing.detected) or "", None)
+        arguments = family.testing.arguments | VARIANTS.get(kind, (kind, {}))[1]
         if family.plan.hooks == "unet":                            # a class of its own for what is compared
             thin = {key: arguments[key] for key in detected.unet_config if key in arguments}
             place = 0 if kind in DETECTED else len(models)     # what says more comes first, as in ComfyUI's own list
@@ -217,7 +217,7 @@ def detect_thin():
         elif detected is not None:
             said = {key for base, changed in VARIANTS.values() if families()[base] is family for key in changed}
             detected.unet_extra_config = arguments if kind in DETECTED else {      # but for what a variant's file says
-                key: value for key, value in family.test_config.arguments.items() if key not in said}
+                key: value for key, value in family.testing.arguments.items() if key not in said}
             detected.unet_config = {key: arguments.get(key, value) for key, value in detected.unet_config.items()}
 
 
@@ -371,7 +371,7 @@ def state_dict(kind, size="test", encoder=False, positions=None):
         tensors["pos_embed"] = 0.1 * torch.randn(1, positions ** 2, hidden,
                                                  generator=torch.Generator().manual_seed(SEED))
     if not kind.startswith("vae"):                             # a VAE's are written where this pack is not imported too
-        tensors = families()[kind].test_config.in_file(tensors) if kind in families() else tensors
+        tensors = families()[kind].testing.in_file(tensors) if kind in families() else tensors
     # files say .scale where ComfyUI's module says .weight
     if kind.startswith(("flux", "chroma")):
         tensors = {name.replace("_norm.weight", "_norm.scale") if "norm." in name else name: tensor
@@ -382,7 +382,7 @@ def state_dict(kind, size="test", encoder=False, positions=None):
 def seconds_of(kind):
     """Networks that stand beside a model of Stable Audio in its file, under their names there."""
     generator, found, is_made = torch.Generator().manual_seed(SEED), {}, kind.endswith("3")
-    for name in families()[kind].values:
+    for name in families()[kind].detection.values:
         leaf = name.rpartition(".")[2]
         if leaf == "weights" and is_made:                      # its waves are of no file
             continue
@@ -411,7 +411,7 @@ def said_of(kind):
     """What a file's metadata says of its transformer: of LTX-2 all, of others how they differ."""
     base, changed = VARIANTS.get(kind, (kind, {}))
     family = families()[kind]
-    return (family.test_config.arguments if base == "ltx-2" else {}) | changed | family.described
+    return (family.testing.arguments if base == "ltx-2" else {}) | changed | family.detection.described
 
 
 def save_scaled(path, source, marks="comfy_quant", per_row=False):

@@ -16,8 +16,8 @@ def model_config(checkpoint):
     those that ComfyUI reads from the tensors."""
     family = checkpoint.family
     if checkpoint.folder_config is None:
-        return family.config(checkpoint.shapes) | metadata_settings(checkpoint)
-    rules = {name: family.config.rules[name] for name in family.config_from_tensors}
+        return family.detection.config(checkpoint.shapes) | metadata_settings(checkpoint)
+    rules = {name: family.detection.config.rules[name] for name in family.detection.config_from_tensors}
     rules = {name: rule(checkpoint.shapes) if callable(rule) else rule for name, rule in rules.items()}
     return checkpoint.folder_config | rules | metadata_settings(checkpoint)
 
@@ -25,9 +25,9 @@ def model_config(checkpoint):
 def metadata_of(checkpoint):
     """The metadata of a file; for a diffusers folder, its JSON files in the same format."""
     family = checkpoint.family
-    if checkpoint.folder_config is None or not family.settings:
+    if checkpoint.folder_config is None or not family.detection.settings:
         return checkpoint.metadata
-    settings = family.folder.metadata(checkpoint.folder)
+    settings = family.detection.folder.metadata(checkpoint.folder)
     if settings is None:
         raise CheckpointError("Download the whole folder, or use the file of this model in ComfyUI's format: "
                               f"{checkpoint.name} is a model of {family.name}, whose variants only a folder with "
@@ -39,13 +39,13 @@ def metadata_settings(checkpoint):
     """The family's settings from the metadata, with "_" before their names. Raises CheckpointError for unsupported
     values."""
     family = checkpoint.family
-    settings = settings_in(checkpoint.model_metadata if family.settings else {}, checkpoint.name)
-    for name, values in family.settings.items():
+    settings = settings_in(checkpoint.model_metadata if family.detection.settings else {}, checkpoint.name)
+    for name, values in family.detection.settings.items():
         if settings.get(name, values[0]) not in values:
             raise CheckpointError(f"Use Load Diffusion Model: {checkpoint.name} is a model of {family.name} whose "
                                   f"metadata says {name} = {shown(settings[name])}, and xDiT runs "
                                   f"{' or '.join(map(repr, values))} only.")
-    return {f"_{name}": settings.get(name, values[0]) for name, values in family.settings.items()}
+    return {f"_{name}": settings.get(name, values[0]) for name, values in family.detection.settings.items()}
 
 
 def settings_in(metadata, name):

@@ -124,11 +124,12 @@ class Checkpoint:
     def under_diffusers_names(self, tensors):
         """{name in diffusers' model: tensor} from {name here: tensor}. Some may be on the meta device."""
         if self.folder_config is None:
-            return self.family.convert(tensors, self.config)
-        tensors = self.family.with_split_linears(tensors)
-        further = {name: tensor for name, tensor in tensors.items() if name.startswith(self.family.text_prefixes)}
+            return self.family.detection.convert(tensors, self.config)
+        tensors = self.family.detection.with_split_linears(tensors)
+        further = {name: tensor for name, tensor in tensors.items()
+                   if name.startswith(self.family.detection.text_prefixes)}
         rest = {name: tensor for name, tensor in tensors.items() if name not in further}
-        return rest | self.family.convert(further, self.config) if further else rest
+        return rest | self.family.detection.convert(further, self.config) if further else rest
 
     @property
     def is_packed(self):

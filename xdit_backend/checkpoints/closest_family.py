@@ -58,7 +58,8 @@ def nearest(shapes):
     if len(shapes) > MAX_COMPARED:
         return None
     names = sorted(shapes)
-    near = [found for family in FAMILIES.values() if not family.plan.takes_unet_patches and not family.described
+    near = [found for family in FAMILIES.values()
+            if not family.plan.takes_unet_patches and not family.detection.described
             for found in [_compared(family, shapes, names)] if found]
     return min(near, key=lambda each: each[0])[1:] if near else None
 
@@ -73,9 +74,9 @@ def _compared(family, shapes, names):
     while len(missing) <= MAX_MISSING:
         recorded, known = _RecordedShapes(shapes | dict.fromkeys(missing, A_SHAPE)), False
         try:
-            known = family.recognise(recorded)
+            known = family.detection.recognise(recorded)
             if known:
-                family.config(recorded)
+                family.detection.config(recorded)
         except NOT_THERE as error:
             if isinstance(error, KeyError):
                 missing.append(error.args[0])
@@ -106,7 +107,7 @@ def _shape_that_differs(family, shapes, found):
     for name in dict.fromkeys(reversed(found)):
         for num_dims in range(1, 6):
             try:
-                if family.recognise({**shapes, name: A_SHAPE[:1] * num_dims}):
+                if family.detection.recognise({**shapes, name: A_SHAPE[:1] * num_dims}):
                     return f"its {name} has the shape {list(shapes[name][:8])}, where {num_dims} dims are needed"
             except NOT_THERE:
                 continue

@@ -51,9 +51,9 @@ def recognise(checkpoint) -> Family:
         return _family_of_folder(name, checkpoint.folder)
     _refuse_others(name, checkpoint.shapes, WITH_A_MODEL)
     for family in FAMILIES.values():
-        if _apply_rule(family.recognise, checkpoint.shapes) and _is_described(family, checkpoint):
+        if _apply_rule(family.detection.recognise, checkpoint.shapes) and _is_described(family, checkpoint):
             # if a tensor that the rule reads is missing, meta_model() names it
-            reason = _apply_rule(family.refuse, checkpoint.shapes)
+            reason = _apply_rule(family.detection.refuse, checkpoint.shapes)
             if reason:
                 raise CheckpointError(f"{name} is {article(family.name)} {family.name} model, but {reason}.")
             return family
@@ -69,7 +69,7 @@ def recognise(checkpoint) -> Family:
 
 
 def _is_described(family, checkpoint):
-    return not family.described or family.described.items() <= settings_in(
+    return not family.detection.described or family.detection.described.items() <= settings_in(
         checkpoint.metadata, checkpoint.name).items()
 
 
@@ -106,10 +106,10 @@ def _family_of_folder(name, folder):
 def _agreement(family, folder):
     """(minus the number of settings of config.json that contradict the family's fixed ones, the number that agree plus
     the extra components that both have). A setting missing from config.json agrees."""
-    fixed = {key: plain(value) for key, value in family.config.rules.items()
-             if not callable(value) and key not in family.config_from_tensors}
+    fixed = {key: plain(value) for key, value in family.detection.config.rules.items()
+             if not callable(value) and key not in family.detection.config_from_tensors}
     agreeing = sum(plain(folder.config.get(key, value)) == value for key, value in fixed.items())
-    return agreeing - len(fixed), agreeing + len(folder.extra_parts.keys() & family.folder.extra_parts.keys())
+    return agreeing - len(fixed), agreeing + len(folder.extra_parts.keys() & family.detection.folder.extra_parts.keys())
 
 
 def plain(value):

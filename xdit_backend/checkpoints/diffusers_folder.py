@@ -40,7 +40,8 @@ def files_of(path):
 def extra_parts():
     """{component of a folder that belongs to a family's model, in addition to PARTS: function from the name of a tensor
     there to its name in the checkpoint, or None}."""
-    return {part: name_of for family in FAMILIES.values() for part, name_of in family.folder.extra_parts.items()}
+    return {part: name_of for family in FAMILIES.values()
+            for part, name_of in family.detection.folder.extra_parts.items()}
 
 
 def read_folder(folder):

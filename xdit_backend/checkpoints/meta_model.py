@@ -74,8 +74,8 @@ def _folder_settings(checkpoint):
 
 def _check_folder_agrees(folder_config, config, family, name):
     """Reject a U-Net whose config.json contradicts its tensors."""
-    for key in family.config.rules:
-        if key in folder_config and key not in family.config_from_tensors and (plain(folder_config[key])
+    for key in family.detection.config.rules:
+        if key in folder_config and key not in family.detection.config_from_tensors and (plain(folder_config[key])
                                                                                != plain(config[key])):
             raise CheckpointError(f"Download the folder again, or choose another: {name} is a model of {family.name} "
                                   f"whose config.json says {key} = {shown(folder_config[key])}, and its tensors are of "
@@ -88,9 +88,10 @@ def _check_folder_config(config, family, name):
     defaults = {key: parameter.default for key, parameter in inspect.signature(cls.__init__).parameters.items()
                 if key != "self"}
     configured = {key: value for key, value in config.items() if not key.startswith("_")}
-    rules = family.config.rules
+    rules = family.detection.config.rules
     for key, value in {**defaults, **configured}.items():
-        if key in family.config_from_tensors or key in family.folder.arguments or callable(rules.get(key)):
+        inferred = *family.detection.config_from_tensors, *family.detection.folder.arguments
+        if key in inferred or callable(rules.get(key)):
             continue
         if key not in defaults:
             expected, fits = None, not value                   # older releases of diffusers wrote disabled options

@@ -65,7 +65,7 @@ def usual_tokens(family, config):
     """Tokens of an image of 1024 x 1024 pixels; for a video model, of 81 frames of 832 x 480."""
     frames, rows, columns = family.pixels(config)
     size = (1 + 80 // frames, 480, 832) if frames > 1 else (1, 1024, 1024)
-    patch = (1, 1, 1, *family.latent.patch)[-3:]
+    patch = (1, 1, 1, *family.inputs.latent.patch)[-3:]
     return (-(-size[0] // patch[0]) * -(-size[1] // (rows * patch[1])) * -(-size[2] // (columns * patch[2])))
 
 
@@ -73,15 +73,16 @@ def job_of(family, dims, shape, conditioning, steps, branches=1):
     """The Job of a run. shape: of the latents of one branch. conditioning: {name: tensor} of the full forward, as
     workers get it."""
     counts = family.token_counts(shape, conditioning)
-    images, sequences = shape[0], family.latent.sequences(shape)
+    images, sequences = shape[0], family.inputs.latent.sequences(shape)
     if "data" in family.refused:                               # joint sequences are not split then
         images, sequences = 1, images * sequences
     tokens, text = counts.pop("image") * sequences, sum(counts.values())
     if not dims.joint:
         tokens += sum(count for stream, count in counts.items() if stream != "text")           # the model's own tokens
-        text = family.lengths["text"](conditioning) if "text" in family.lengths else conditioning["context"].shape[1]
+        lengths = family.inputs.lengths
+        text = lengths["text"](conditioning) if "text" in lengths else conditioning["context"].shape[1]
     a_row = family.tokens_a_row(shape)
-    rows = None if a_row == 1 else family.latent.num_tokens(shape) // a_row
+    rows = None if a_row == 1 else family.inputs.latent.num_tokens(shape) // a_row
     return Job(tokens, text, max(1, steps), branches, shape[2] if len(shape) == 5 else 1, images=images,
                sequences=sequences, rows=rows)
 

@@ -38,7 +38,7 @@ def _missing(model, family):
     # some modules list further timesteps that the forward takes
     accepted = {name for own in parameters for name in own} | {*getattr(model, "t_conds", ())}
     accepted |= {name for method in methods if method is not None for name in _looked_up(method)}
-    yield from (f"argument {name}" for name in family.arguments if name not in accepted)
+    yield from (f"argument {name}" for name in family.inputs.arguments if name not in accepted)
     yield from (f"list {name} of lists of blocks" for name in plan.nested_lists
                 if not all(isinstance(blocks, torch.nn.ModuleList) for blocks in getattr(model, name, [None])))
     for list_ in plan.lists:
@@ -49,7 +49,7 @@ def _missing(model, family):
         for block in blocks:
             names = inspect.signature(block.forward).parameters
             yield from (f"argument {name} of the blocks of {list_.name}"
-                        for name in (*list_.streams, *list_.tokens, *list_.masks,
+                        for name in (*list_.streams, *list_.tokens, *plan.masks,
                                      *(plan.token_index_argument or ())[:1],
                                      *([plan.skip_name] if plan.skips(len(blocks)) else ()))
                         if name not in names)

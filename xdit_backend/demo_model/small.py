@@ -127,8 +127,8 @@ def predicted(model, latent, sigma, context, pooled):
         return model(latent, sigma * 1000, unet_context(context)).sample
     family = next(each for each in FAMILIES.values() if each.transformer == type(model).__name__)
     conditioning = {"context": context, "y": pooled}
-    inputs = family.inputs(latent, sigma * family.time_scale,
-                           {name: conditioning[name] for name in conditioning if name in family.conditioning},
+    inputs = family.forward_arguments(latent, sigma * family.inputs.time_scale,
+                           {name: conditioning[name] for name in conditioning if name in family.inputs.conditioning},
                            model.config)
     taken = inspect.signature(type(model).forward).parameters                  # diffusers' own, without adapt_model
     inputs = {name: value for name, value in inputs.items() if name in taken}

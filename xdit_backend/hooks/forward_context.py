@@ -45,7 +45,7 @@ class ModelPatches:
     scores: Any = None                     # output: specs.Branch.scores of these images
     # by insertion point (Family.control_shapes): residuals for this rank
     control: PinnedAhead = field(default_factory=lambda: PinnedAhead({}, CPU))
-    biases: dict = field(default_factory=dict)         # attention -> Family.biases of this forward's image
+    biases: dict = field(default_factory=dict)         # attention -> Inputs.biases of this forward's image
 
 
 @dataclass
@@ -159,9 +159,9 @@ def tokens_of(family, mesh, shape, conditioning, patch=None):
 
 def rows_of(family, shape, patch):
     """The ImageRows of a patch of a latent. shape: of the patch's latent."""
-    axes = family.latent.patch
-    size, counts = axes[patch.dim - 2], family.latent.counts(shape)
+    axes = family.inputs.latent.patch
+    size, counts = axes[patch.dim - 2], family.inputs.latent.counts(shape)
     num_token_rows = -(-patch.whole // size)
-    a_row = family.latent.num_tokens(shape) // counts[patch.dim - 2]
+    a_row = family.inputs.latent.num_tokens(shape) // counts[patch.dim - 2]
     return ImageRows(patch, patch.dim - 2 + 3 - len(axes), num_token_rows * size, num_token_rows,
                      patch.start // size * a_row, num_token_rows * a_row)

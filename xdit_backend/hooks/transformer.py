@@ -156,7 +156,7 @@ class Hooks(ModelHooks):
 
     def _hook_block(self, forward, position):
         names = list(inspect.signature(forward).parameters)
-        unmasked = dict.fromkeys(name for name, streams in position.list_.masks.items()
+        unmasked = dict.fromkeys(name for name, streams in self.plan.masks.items()
                                  if not streams and name in names)
 
         @functools.wraps(forward)
@@ -209,7 +209,7 @@ class Hooks(ModelHooks):
         for name, argument in list_.tokens.items():
             if arguments.get(name) is not None:
                 arguments[name] = self._cut_once(context, position, arguments[name], argument)
-        for name, streams in list_.masks.items():
+        for name, streams in self.plan.masks.items():
             if arguments.get(name) is not None:
                 if streams:
                     self._read_once(context, arguments[name], streams)

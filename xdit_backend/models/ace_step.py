@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.inputs import PaddedByModel, blocks, config_of, has, size
 from .common.native_module import native_arguments, same_names
 from .common.plan import BlockList, ModelPlan, TokenArgument
@@ -100,39 +100,42 @@ SMALL = {"in_channels": 8, "out_channels": 8, "num_layers": 4, "inner_dim": 512,
          "_lyric_units": 96, "_lyric_blocks": 1}
 
 ACE_STEP = Family(
-    name="ACE-Step 1.0", title="ACE-Step 1.0", transformer=NATIVE,
-    recognise=has("genre_embedder.weight", "speaker_embedder.weight", POINTS, "lyric_embs.weight"),
-    config=config_of(
-        in_channels=size("proj_in.early_conv_layers.0.weight", 1),
-        out_channels=size("final_layer.linear.weight", 0, ROWS), num_layers=blocks("transformer_blocks."),
-        inner_dim=size("genre_embedder.weight", 0), attention_head_dim=HEAD_SIZE,
-        num_attention_heads=size("genre_embedder.weight", 0, HEAD_SIZE), max_position=32768, rope_theta=1000000.0,
-        mlp_ratio=lambda shapes: shapes[POINTS][1] / shapes[POINTS][0],
-        speaker_embedding_dim=size("speaker_embedder.weight", 1), text_embedding_dim=size("genre_embedder.weight", 1),
-        ssl_latent_dims=_widths, lyric_encoder_vocab_size=size("lyric_embs.weight", 0),
-        lyric_hidden_size=size("lyric_embs.weight", 1), patch_size=[ROWS, 1],
-        _lyric_heads=size(f"{LYRICS}0.self_attn.pos_bias_u", 0), _lyric_blocks=blocks(LYRICS),
-        _lyric_units=size(f"{LYRICS}0.feed_forward.w_1.weight", 0)),
-    convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",), adapt_model=_adapt,
-    computes_as_made=True, unfold=_split_strength,
-    conditioning={"context": "text_embedding_dim", "speaker_embeds": "speaker_embedding_dim", "lyric_token_idx": None,
-                  "lyrics_strength": None},
-    arguments=native_arguments(_of_audio, "context", "speaker_embeds", "lyric_token_idx", lyrics_strength=_strength),
-    refused={"pipefusion": SUMS, "displaced": SUMS},
+    name="ACE-Step 1.0", title="ACE-Step 1.0", transformer=NATIVE, unsupported_dtypes=("float16",), adapt_model=_adapt,
+    computes_as_made=True, refused={"pipefusion": SUMS, "displaced": SUMS},
     num_heads=lambda config: config["num_attention_heads"], width=lambda config: config["inner_dim"],
     num_channels=lambda config: config["out_channels"], pixels=lambda config: (1, 64, 1),
     # the peak is while lyrics are encoded and audio is cut into tokens, which every rank does for all of it
     activation_factors={"alone": 17.59, "residual": 17.59, "held": 4.74, "block": 18.8, "exchange": 10.0,
                         "shared": 2.79},
+    detection=Detection(
+        recognise=has("genre_embedder.weight", "speaker_embedder.weight", POINTS, "lyric_embs.weight"),
+        config=config_of(
+            in_channels=size("proj_in.early_conv_layers.0.weight", 1),
+            out_channels=size("final_layer.linear.weight", 0, ROWS), num_layers=blocks("transformer_blocks."),
+            inner_dim=size("genre_embedder.weight", 0), attention_head_dim=HEAD_SIZE,
+            num_attention_heads=size("genre_embedder.weight", 0, HEAD_SIZE), max_position=32768, rope_theta=1000000.0,
+            mlp_ratio=lambda shapes: shapes[POINTS][1] / shapes[POINTS][0],
+            speaker_embedding_dim=size("speaker_embedder.weight", 1),
+            text_embedding_dim=size("genre_embedder.weight", 1),
+            ssl_latent_dims=_widths, lyric_encoder_vocab_size=size("lyric_embs.weight", 0),
+            lyric_hidden_size=size("lyric_embs.weight", 1), patch_size=[ROWS, 1],
+            _lyric_heads=size(f"{LYRICS}0.self_attn.pos_bias_u", 0), _lyric_blocks=blocks(LYRICS),
+            _lyric_units=size(f"{LYRICS}0.feed_forward.w_1.weight", 0)),
+        convert=same_names),
+    inputs=Inputs(
+        latent=LATENT, time_scale=1.0, unfold=_split_strength,
+        conditioning={"context": "text_embedding_dim", "speaker_embeds": "speaker_embedding_dim",
+                      "lyric_token_idx": None, "lyrics_strength": None},
+        arguments=native_arguments(_of_audio, "context", "speaker_embeds", "lyric_token_idx",
+                                   lyrics_strength=_strength)),
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
         attention={}, token_reductions=("attn",), halos=("ff.depth_conv",),
         tokens={"rotary_freqs_cis": TokenArgument(0, IMAGE)}),
-    test_config=SmallConfig(
+    testing=SmallConfig(
         SMALL, NATIVE, {name: value for name, value in SMALL.items() if not name.startswith("_")} | {
             "inner_dim": 256, "num_attention_heads": 2, "speaker_embedding_dim": 512, "max_position": 32768},
         rows=ROWS, detected="ACEStep", thin=lambda model: _set_lyric_encoder(model, SMALL), input_shapes={
             "speaker_embeds": lambda config, shape, tokens: (shape[0], config["speaker_embedding_dim"]),
             "lyric_token_idx": lambda config, shape, tokens: (shape[0], tokens + 2),
-            "lyrics_strength": lambda config, shape, tokens: (NUM_TERMS,)}),
-)
+            "lyrics_strength": lambda config, shape, tokens: (NUM_TERMS,)}))

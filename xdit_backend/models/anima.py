@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch.nn.functional as F
 
-from .common.family import FolderRules, SmallConfig
+from .common.family import Detection, FolderRules, SmallConfig, derived
 from .common.inputs import because, config_of, from_conditioning, has, needs_diffusers
 from .common.key_mapping import table
 from .cosmos import COSMOS, is_cosmos
@@ -58,20 +58,31 @@ def _thin(model):
                                        operations=layers)
 
 
-SMALL = COSMOS.test_config
+SMALL = COSMOS.testing
 THIN = {"source_dim": 64, "target_dim": 64, "model_dim": 96, "num_layers": 2}
 WIDTHS = {"source_dim": 24, "target_dim": 24, "model_dim": 32, "num_layers": 2, "num_attention_heads": 4,
           "target_vocab_size": 64}
 
+
+class _Detection(Detection):
+    text_prefixes = (ADAPTER,)
+
+
 ANIMA = dataclasses.replace(
-    COSMOS, name="Anima", title="Anima", recognise=lambda shapes: is_cosmos(shapes) and has(ADAPTER)(shapes),
-    refusals=(because("it adds learned positions in every block", has("extra_pos_embedder.")), needs_diffusers("0.39")),
-    config=config_of(**COSMOS.config.rules, _conditioner=_conditioner),
-    convert=_convert, adapt_model=_adapt, text_prefixes=(ADAPTER,),
-    config_from_tensors=(*COSMOS.config_from_tensors, "_conditioner"),
-    folder=FolderRules(extra_parts={"text_conditioner": lambda name: ADAPTER + name}),
-    conditioning={"context": "text_embed_dim", "t5xxl_ids": None, "t5xxl_weights": None},
-    arguments=COSMOS.arguments | {"ids": from_conditioning("t5xxl_ids"), "weights": from_conditioning("t5xxl_weights")},
+    COSMOS, name="Anima", title="Anima", adapt_model=_adapt,
+    detection=derived(
+        _Detection, COSMOS.detection,
+        recognise=lambda shapes: is_cosmos(shapes) and has(ADAPTER)(shapes),
+        refusals=(because("it adds learned positions in every block", has("extra_pos_embedder.")),
+                  needs_diffusers("0.39")),
+        config=config_of(**COSMOS.detection.config.rules, _conditioner=_conditioner), convert=_convert,
+        config_from_tensors=(*COSMOS.detection.config_from_tensors, "_conditioner"),
+        folder=FolderRules(extra_parts={"text_conditioner": lambda name: ADAPTER + name})),
+    inputs=dataclasses.replace(
+        COSMOS.inputs,
+        conditioning={"context": "text_embed_dim", "t5xxl_ids": None, "t5xxl_weights": None},
+        arguments=COSMOS.inputs.arguments | {"ids": from_conditioning("t5xxl_ids"),
+                                             "weights": from_conditioning("t5xxl_weights")}),
     plan=dataclasses.replace(COSMOS.plan, cacheable_outside={"text_conditioner": "run"}),
-    test_config=SmallConfig(SMALL.config | {"_conditioner": WIDTHS}, "comfy.ldm.anima.model:Anima", SMALL.arguments,
-                            detected="Anima", thin=_thin))
+    testing=SmallConfig(SMALL.config | {"_conditioner": WIDTHS}, "comfy.ldm.anima.model:Anima", SMALL.arguments,
+                        detected="Anima", thin=_thin))

@@ -6,7 +6,7 @@ from types import MethodType
 import torch
 import torch.nn.functional as F
 
-from .common.family import Family, Sampled, SmallConfig
+from .common.family import Detection, Family, Inputs, Sampled, SmallConfig
 from .common.inputs import (
     Unpacked,
     compute_dtype_of,
@@ -87,28 +87,30 @@ def _time_after(call):
 
 
 ANYFLOW = Family(
-    name="AnyFlow", title="AnyFlow", transformer="AnyFlowTransformer3DModel",
-    recognise=has("condition_embedder.delta_embedder.linear_1.weight", "blocks.0.attn1.to_q.weight"),
-    refusals=(folder_alone,),
-    config=config_of(
-        patch_size=LATENT.patch, image_dim=None, num_attention_heads=in_config_json, attention_head_dim=in_config_json,
-        in_channels=in_config_json, out_channels=in_config_json, text_dim=in_config_json, freq_dim=in_config_json,
-        ffn_dim=in_config_json, num_layers=in_config_json, cross_attn_norm=in_config_json, eps=in_config_json,
-        rope_max_seq_len=in_config_json, gate_value=in_config_json, deltatime_type=in_config_json),
-    convert=lambda tensors, config: tensors, latent=LATENT, adapt_model=_adapt, pixels=lambda config: (4, 8, 8),
-    sampled=Sampled("FLOW", {"shift": 5.0, "multiplier": 1000.0}, "Wan21", memory=0.9), per_call_inputs=sigma_after,
-    conditioning={"context": "text_dim", "sigma_after": None},
-    arguments={"hidden_states": LATENT, "encoder_hidden_states": from_conditioning("context"),
-               "timestep": lambda call: call.timestep.unsqueeze(1), "r_timestep": _time_after},
+    name="AnyFlow", title="AnyFlow", transformer="AnyFlowTransformer3DModel", adapt_model=_adapt,
+    pixels=lambda config: (4, 8, 8), sampled=Sampled("FLOW", {"shift": 5.0, "multiplier": 1000.0}, "Wan21", memory=0.9),
     activation_factors={"alone": 9.28, "residual": 12.14, "whole": 8.73, "outside": 5.14, "held": 0.85, "block": 12.59,
                         "exchange": 14.2, "entered": 5.38, "attends": 8.65, "early": 0.85, "cut": 0.69},
+    detection=Detection(
+        recognise=has("condition_embedder.delta_embedder.linear_1.weight", "blocks.0.attn1.to_q.weight"),
+        refusals=(folder_alone,),
+        config=config_of(
+            patch_size=LATENT.patch, image_dim=None, num_attention_heads=in_config_json,
+            attention_head_dim=in_config_json,
+            in_channels=in_config_json, out_channels=in_config_json, text_dim=in_config_json, freq_dim=in_config_json,
+            ffn_dim=in_config_json, num_layers=in_config_json, cross_attn_norm=in_config_json, eps=in_config_json,
+            rope_max_seq_len=in_config_json, gate_value=in_config_json, deltatime_type=in_config_json),
+        convert=lambda tensors, config: tensors),
+    inputs=Inputs(
+        latent=LATENT, per_call_inputs=sigma_after, conditioning={"context": "text_dim", "sigma_after": None},
+        arguments={"hidden_states": LATENT, "encoder_hidden_states": from_conditioning("context"),
+                   "timestep": lambda call: call.timestep.unsqueeze(1), "r_timestep": _time_after}),
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks."),), streams={"hidden_states": "image"}, attention={"attn1": ("image",)},
         tokens={"rotary_emb": TABLE}, positions={"rope": Cut(TABLE, _full_sizes)},
         cacheable={"attn2.to_k": "run", "attn2.to_v": "run"},
         cacheable_outside={"condition_embedder.text_embedder": "run"}),
-    test_config=SmallConfig({"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12,
-                             "in_channels": 16, "out_channels": 16, "text_dim": 24, "freq_dim": 32, "ffn_dim": 32,
-                             "num_layers": 4},
-                            input_shapes={"sigma_after": lambda config, shape, tokens: (1,)}),
-)
+    testing=SmallConfig({"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12,
+                         "in_channels": 16, "out_channels": 16, "text_dim": 24, "freq_dim": 32, "ffn_dim": 32,
+                         "num_layers": 4},
+                        input_shapes={"sigma_after": lambda config, shape, tokens: (1,)}))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ..memory.staging import on_device
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.inputs import (
     Packed,
     Unpacked,
@@ -70,21 +70,25 @@ def _positions(learned, latent, patch):
 
 
 AURAFLOW = Family(
-    name="AuraFlow", title="AuraFlow", transformer="AuraFlowTransformer2DModel",
-    recognise=has("double_layers.0.attn.w1q.weight", "positional_encoding"),
-    config=config_of(
-        patch_size=2, sample_size=64, in_channels=size("init_x_linear.weight", 1, 4),
-        out_channels=size("final_linear.weight", 0, 4),
-        num_mmdit_layers=blocks("double_layers."), num_single_dit_layers=blocks("single_layers."),
-        attention_head_dim=size("init_x_linear.weight", 0, NUM_HEADS), num_attention_heads=NUM_HEADS,
-        joint_attention_dim=size("cond_seq_linear.weight", 1), caption_projection_dim=size("cond_seq_linear.weight", 0),
-        pos_embed_max_size=size("positional_encoding", 1)),
-    convert=KEYS, latent=LATENT, time_scale=1.0, adapt_model=_adapt, config_from_tensors=("sample_size",),
-    conditioning={"context": "joint_attention_dim"}, ignored=("y",),
-    lengths={"text": lambda conditioning: conditioning["context"].shape[1] + 8},
-    arguments={"hidden_states": LATENT, "encoder_hidden_states": from_conditioning("context"), "timestep": timestep()},
+    name="AuraFlow", title="AuraFlow", transformer="AuraFlowTransformer2DModel", adapt_model=_adapt,
     activation_factors={"alone": 13.1, "residual": 5.1, "whole": 9.0, "outside": 4.1, "held": 2.05, "block": 12.0,
                         "exchange": 14.0, "own": 0.0},
+    detection=Detection(
+        recognise=has("double_layers.0.attn.w1q.weight", "positional_encoding"),
+        config=config_of(
+            patch_size=2, sample_size=64, in_channels=size("init_x_linear.weight", 1, 4),
+            out_channels=size("final_linear.weight", 0, 4),
+            num_mmdit_layers=blocks("double_layers."), num_single_dit_layers=blocks("single_layers."),
+            attention_head_dim=size("init_x_linear.weight", 0, NUM_HEADS), num_attention_heads=NUM_HEADS,
+            joint_attention_dim=size("cond_seq_linear.weight", 1),
+            caption_projection_dim=size("cond_seq_linear.weight", 0),
+            pos_embed_max_size=size("positional_encoding", 1)),
+        convert=KEYS, config_from_tensors=("sample_size",)),
+    inputs=Inputs(
+        latent=LATENT, time_scale=1.0, conditioning={"context": "joint_attention_dim"}, ignored=("y",),
+        lengths={"text": lambda conditioning: conditioning["context"].shape[1] + 8},
+        arguments={"hidden_states": LATENT, "encoder_hidden_states": from_conditioning("context"),
+                   "timestep": timestep()}),
     plan=ModelPlan(
         blocks=(BlockList("joint_transformer_blocks", "double_layers.", "num_mmdit_layers", returns=BOTH,
                           image_fraction=0.5, patched="double",
@@ -96,11 +100,10 @@ AURAFLOW = Family(
         tp_plan=styled(COLWISE, "ff*.linear_1", "ff*.linear_2") | {"ff*.out_projection": ROWWISE},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step"},
         cacheable_outside={"context_embedder": "run"}),
-    test_config=SmallConfig(
+    testing=SmallConfig(
         {"sample_size": 64, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_mmdit_layers": 2,
          "num_single_dit_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4, "joint_attention_dim": 24,
          "caption_projection_dim": 64, "pos_embed_max_size": 36},
         "comfy.ldm.aura.mmdit:MMDiT",
         {"in_channels": 4, "out_channels": 4, "patch_size": 2, "dim": 96, "n_layers": 3, "n_double_layers": 2,
-         "n_heads": 12, "global_conddim": 96, "cond_seq_dim": 2048, "max_seq": 64}, detected="AuraFlow"),
-)
+         "n_heads": 12, "global_conddim": 96, "cond_seq_dim": 2048, "max_seq": 64}, detected="AuraFlow"))

@@ -11,24 +11,28 @@ from .omnigen2 import ALL, IMAGES, OMNIGEN2, POSITIONS, REFINED, WIDE, inner, of
 
 NATIVE = "comfy.ldm.boogu.model:BooguTransformer2DModel"
 NORM = "single_stream_layers.0.attn.norm_q.weight"
-SMALL = OMNIGEN2.test_config.config | {"num_double_stream_layers": 2, "instruction_feat_dim": 24}
+SMALL = OMNIGEN2.testing.config | {"num_double_stream_layers": 2, "instruction_feat_dim": 24}
 del SMALL["text_feat_dim"]
 
 BOOGU = dataclasses.replace(
     OMNIGEN2, name="Boogu-Image", title="Boogu-Image", transformer=NATIVE,
-    recognise=has("double_stream_layers.0.img_instruct_attn.processor.img_to_q.weight", "x_embedder.weight", NORM),
-    config=config_of(
-        patch_size=2, in_channels=size("x_embedder.weight", 1, 4), hidden_size=size("x_embedder.weight", 0),
-        num_layers=blocks("single_stream_layers."), num_double_stream_layers=blocks("double_stream_layers."),
-        num_refiner_layers=blocks("noise_refiner."),
-        num_attention_heads=of_heads("single_stream_layers.0.attn.to_q.weight", NORM),
-        num_kv_heads=of_heads("single_stream_layers.0.attn.to_k.weight", NORM),
-        instruction_feat_dim=size("time_caption_embed.caption_embedder.1.weight", 1),
-        multiple_of=inner("single_stream_layers."), axes_dim_rope=lambda shapes: (shapes[NORM][0] // 3,) * 3,
-        axes_lens=(2048, 1664, 1664), timestep_scale=1000.0),
-    conditioning=OMNIGEN2.conditioning | {"context": "instruction_feat_dim"},
     activation_factors={"alone": 17.65, "outside": 5.35, "held": 2.25, "block": 14.75, "exchange": 9.5, "keys": 2.36,
                         "own": 0.9, "late": 15.3, "early": 0.24},
+    detection=dataclasses.replace(
+        OMNIGEN2.detection,
+        recognise=has("double_stream_layers.0.img_instruct_attn.processor.img_to_q.weight", "x_embedder.weight", NORM),
+        config=config_of(
+            patch_size=2, in_channels=size("x_embedder.weight", 1, 4), hidden_size=size("x_embedder.weight", 0),
+            num_layers=blocks("single_stream_layers."), num_double_stream_layers=blocks("double_stream_layers."),
+            num_refiner_layers=blocks("noise_refiner."),
+            num_attention_heads=of_heads("single_stream_layers.0.attn.to_q.weight", NORM),
+            num_kv_heads=of_heads("single_stream_layers.0.attn.to_k.weight", NORM),
+            instruction_feat_dim=size("time_caption_embed.caption_embedder.1.weight", 1),
+            multiple_of=inner("single_stream_layers."), axes_dim_rope=lambda shapes: (shapes[NORM][0] // 3,) * 3,
+            axes_lens=(2048, 1664, 1664), timestep_scale=1000.0)),
+    inputs=dataclasses.replace(
+        OMNIGEN2.inputs,
+        conditioning=OMNIGEN2.inputs.conditioning | {"context": "instruction_feat_dim"}),
     plan=ModelPlan(
         blocks=(REFINED,
                 BlockList("double_stream_layers", "double_stream_layers.", "num_double_stream_layers",
@@ -43,6 +47,5 @@ BOOGU = dataclasses.replace(
         tp_plan={"img_instruct_attn.to_out.0": REPLICATED, "img_instruct_attn.processor.*_to_*": COLWISE,
                  "img_instruct_attn.processor.*_out": ROWWISE},
         unstaged_blocks=OMNIGEN2.plan.unstaged_blocks),
-    test_config=SmallConfig(SMALL, NATIVE, SMALL | WIDE, detected="Boogu",
-                            input_shapes=OMNIGEN2.test_config.input_shapes),
-)
+    testing=SmallConfig(SMALL, NATIVE, SMALL | WIDE, detected="Boogu",
+                        input_shapes=OMNIGEN2.testing.input_shapes))

@@ -7,9 +7,10 @@ import torch
 
 from ..protocol.errors import ConfigError
 from .chroma import CHROMA
-from .common.family import ConfigRules, SmallConfig
+from .common.family import ConfigRules, SmallConfig, derived
 from .common.inputs import Packed, Unpacked, because, has, size, text_positions
 from .common.key_mapping import table
+from .common.plan import ModelPlan
 from .radiance_head import (
     ConvolutionHead,
     LinearHead,
@@ -72,32 +73,42 @@ def _text_positions(call):
     return positions
 
 
-SMALL = CHROMA.test_config.config | {"in_channels": CHANNELS, "_pixel_width": 8, "_pixel_layers": 2, "_ratio": 4,
-                                     "_convolution": True, "_x0": False, "_sequential": False}
+SMALL = CHROMA.testing.config | {"in_channels": CHANNELS, "_pixel_width": 8, "_pixel_layers": 2, "_ratio": 4,
+                                 "_convolution": True, "_x0": False, "_sequential": False}
+
+
+class _Plan(ModelPlan):
+    boundary_halos = {"nerf_final_layer_conv.conv": SIDE}
+
 
 CHROMA_RADIANCE = dataclasses.replace(
-    CHROMA, name="Chroma Radiance", title="Chroma Radiance",
-    recognise=has("nerf_blocks.", "img_in_patch.weight", "distilled_guidance_layer.in_proj.weight"),
-    refusals=(because(f"its patches are not {SIDE} x {SIDE} pixels, the only size that xDiT supports",
-                      lambda shapes: shapes["img_in_patch.weight"][2:] != (SIDE, SIDE)),),
-    config=ConfigRules(CHROMA.config.rules | {
-        "in_channels": CHANNELS, "out_channels": CHANNELS,
-        "num_attention_heads": size("img_in_patch.weight", 0, 128),
-        "_pixel_width": size("nerf_image_embedder.embedder.0.weight", 0),
-        "_pixel_layers": lambda shapes: len([name for name in shapes if name.startswith("nerf_blocks.")
-                                             and name.endswith(".param_generator.weight")]),
-        "_ratio": lambda shapes: shapes[GENERATOR][0] // (
-            3 * shapes["nerf_image_embedder.embedder.0.weight"][0] ** 2),
-        "_convolution": has("nerf_final_layer_conv."), "_x0": has("__x0__"), "_sequential": has("__sequential__")}),
-    convert=lambda tensors, config: CHROMA.convert(KEYS(tensors, config), config), latent=LATENT, adapt_model=_adapt,
-    num_channels=lambda config: CHANNELS, pixels=lambda config: (1, 1, 1),
-    arguments=CHROMA.arguments | {"hidden_states": _pixels, "img_ids": TOKENS.positions, "txt_ids": _text_positions},
+    CHROMA, name="Chroma Radiance", title="Chroma Radiance", adapt_model=_adapt, num_channels=lambda config: CHANNELS,
+    pixels=lambda config: (1, 1, 1),
     activation_factors={"alone": 16.87, "residual": 6.1, "whole": 16.04, "outside": 16.29, "held": 2.43, "block": 23.79,
                         "exchange": 19.24, "own": 3.51},
-    plan=dataclasses.replace(CHROMA.plan, rereads_latent=True, boundary_halos={"nerf_final_layer_conv.conv": SIDE}),
-    test_config=SmallConfig(SMALL, "comfy.ldm.chroma_radiance.model:ChromaRadiance", CHROMA.test_config.arguments | {
+    detection=dataclasses.replace(
+        CHROMA.detection,
+        recognise=has("nerf_blocks.", "img_in_patch.weight", "distilled_guidance_layer.in_proj.weight"),
+        refusals=(because(f"its patches are not {SIDE} x {SIDE} pixels, the only size that xDiT supports",
+                          lambda shapes: shapes["img_in_patch.weight"][2:] != (SIDE, SIDE)),),
+        config=ConfigRules(CHROMA.detection.config.rules | {
+            "in_channels": CHANNELS, "out_channels": CHANNELS,
+            "num_attention_heads": size("img_in_patch.weight", 0, 128),
+            "_pixel_width": size("nerf_image_embedder.embedder.0.weight", 0),
+            "_pixel_layers": lambda shapes: len([name for name in shapes if name.startswith("nerf_blocks.")
+                                                 and name.endswith(".param_generator.weight")]),
+            "_ratio": lambda shapes: shapes[GENERATOR][0] // (
+                3 * shapes["nerf_image_embedder.embedder.0.weight"][0] ** 2),
+            "_convolution": has("nerf_final_layer_conv."), "_x0": has("__x0__"), "_sequential": has("__sequential__")}),
+        convert=lambda tensors, config: CHROMA.detection.convert(KEYS(tensors, config), config)),
+    inputs=dataclasses.replace(
+        CHROMA.inputs,
+        latent=LATENT,
+        arguments=CHROMA.inputs.arguments | {"hidden_states": _pixels, "img_ids": TOKENS.positions,
+                                             "txt_ids": _text_positions}),
+    plan=derived(_Plan, CHROMA.plan, rereads_latent=True),
+    testing=SmallConfig(SMALL, "comfy.ldm.chroma_radiance.model:ChromaRadiance", CHROMA.testing.arguments | {
         "in_channels": CHANNELS, "out_channels": CHANNELS, "patch_size": SIDE, "nerf_hidden_size": 8,
         "nerf_mlp_ratio": 4, "nerf_depth": 2, "nerf_max_freqs": FREQUENCIES, "nerf_tile_size": 512,
         "nerf_final_head_type": "conv", "nerf_embedder_dtype": torch.float32, "use_x0": False,
-        "use_sequential_txt_ids": False}, detected="ChromaRadiance"),
-)
+        "use_sequential_txt_ids": False}, detected="ChromaRadiance"))

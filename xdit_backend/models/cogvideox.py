@@ -4,7 +4,7 @@ rotary positions."""
 import torch
 
 from ..memory.staging import on_device
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.inputs import (
     Packed,
     Unpacked,
@@ -51,34 +51,35 @@ def rotary(patch, spacing):
 
 
 COGVIDEOX = Family(
-    name="CogVideoX", title="CogVideoX", transformer="CogVideoXTransformer3DModel",
-    recognise=lambda shapes: is_cogvideox(shapes, 4) and not has(LEARNED)(shapes),
-    config=config_of(
-        patch_size=2, patch_size_t=None, in_channels=size("patch_embed.proj.weight", 1),
-        out_channels=size("proj_out.weight", 0, 4),
-        num_attention_heads=size("patch_embed.proj.weight", 0, HEAD_SIZE), attention_head_dim=HEAD_SIZE,
-        num_layers=blocks("blocks."), time_embed_dim=size("time_embedding_linear_1.weight", 0),
-        text_embed_dim=size("patch_embed.text_proj.weight", 1),
-        ofs_embed_dim=optional_size("ofs_embedding_linear_1.weight", 1), use_rotary_positional_embeddings=True,
-        use_learned_positional_embeddings=False, sample_width=90, sample_height=60, sample_frames=49),
-    convert=KEYS, latent=LATENT, adapt_model=frames_first, keep_in_compute_dtype=("patch_embed",),
-    config_from_tensors=("sample_width", "sample_height", "sample_frames"),
-    conditioning={"context": "text_embed_dim", "ofs": None}, ignored=("y",), pixels=lambda config: (4, 8, 8),
-    arguments={"hidden_states": LATENT, "encoder_hidden_states": from_conditioning("context"), "timestep": timestep(),
-               "ofs": from_conditioning("ofs", where="ofs_embed_dim"),
-               "image_rotary_emb": rotary(LATENT.patch, SPACING)},
+    name="CogVideoX", title="CogVideoX", transformer="CogVideoXTransformer3DModel", adapt_model=frames_first,
+    keep_in_compute_dtype=("patch_embed",), pixels=lambda config: (4, 8, 8),
     activation_factors={"alone": 13.1, "residual": 3.3, "whole": 7.0, "outside": 3.2, "held": 1.17, "block": 12.0,
                         "exchange": 14.0, "own": 0.9},
+    detection=Detection(
+        recognise=lambda shapes: is_cogvideox(shapes, 4) and not has(LEARNED)(shapes),
+        config=config_of(
+            patch_size=2, patch_size_t=None, in_channels=size("patch_embed.proj.weight", 1),
+            out_channels=size("proj_out.weight", 0, 4),
+            num_attention_heads=size("patch_embed.proj.weight", 0, HEAD_SIZE), attention_head_dim=HEAD_SIZE,
+            num_layers=blocks("blocks."), time_embed_dim=size("time_embedding_linear_1.weight", 0),
+            text_embed_dim=size("patch_embed.text_proj.weight", 1),
+            ofs_embed_dim=optional_size("ofs_embedding_linear_1.weight", 1), use_rotary_positional_embeddings=True,
+            use_learned_positional_embeddings=False, sample_width=90, sample_height=60, sample_frames=49),
+        convert=KEYS, config_from_tensors=("sample_width", "sample_height", "sample_frames")),
+    inputs=Inputs(
+        latent=LATENT, conditioning={"context": "text_embed_dim", "ofs": None}, ignored=("y",),
+        arguments={"hidden_states": LATENT, "encoder_hidden_states": from_conditioning("context"),
+                   "timestep": timestep(), "ofs": from_conditioning("ofs", where="ofs_embed_dim"),
+                   "image_rotary_emb": rotary(LATENT.patch, SPACING)}),
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "blocks.", returns=("image", "text")),),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn1": ("text", "image")},
         tokens={"image_rotary_emb": TABLE}, cacheable={"norm1.linear": "step", "norm2.linear": "step"},
         cacheable_outside={"patch_embed.text_proj": "run"}),
-    test_config=SmallConfig(
+    testing=SmallConfig(
         {"patch_size": 2, "in_channels": 6, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 16,
          "num_layers": 4, "time_embed_dim": 24, "ofs_embed_dim": 24, "text_embed_dim": 20,
          "use_rotary_positional_embeddings": True},
         "comfy.ldm.cogvideo.model:CogVideoXTransformer3DModel",
         {"in_channels": 16, "out_channels": 16, "num_attention_heads": 2, "attention_head_dim": 64, "num_layers": 3,
-         "time_embed_dim": 64, "text_embed_dim": 48, "use_rotary_positional_embeddings": True}),
-)
+         "time_embed_dim": 64, "text_embed_dim": 48, "use_rotary_positional_embeddings": True}))

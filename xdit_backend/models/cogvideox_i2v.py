@@ -43,18 +43,22 @@ def _positions_of_patch(module, forward, rows, tokens, args, kwargs):
 
 
 COGVIDEOX_I2V = dataclasses.replace(
-    COGVIDEOX, name="CogVideoX-I2V", title="CogVideoX-5b-I2V",
-    recognise=lambda shapes: is_cogvideox(shapes, 4) and has(LEARNED)(shapes), refusals=(),
-    config=config_of(**COGVIDEOX.config.rules | {"use_learned_positional_embeddings": True}), adapt_model=_adapt,
-    arguments={name: rule for name, rule in COGVIDEOX.arguments.items() if name != "image_rotary_emb"}
-    | {"hidden_states": _latent},
+    COGVIDEOX, name="CogVideoX-I2V", title="CogVideoX-5b-I2V", adapt_model=_adapt,
     activation_factors={"alone": 12.07, "residual": 4.07, "whole": 7.05, "outside": 2.57, "held": 1.07, "block": 11.0,
                         "exchange": 14.0, "own": 0.0, "early": 0.95, "cut": 1.19},
+    detection=dataclasses.replace(
+        COGVIDEOX.detection,
+        recognise=lambda shapes: is_cogvideox(shapes, 4) and has(LEARNED)(shapes), refusals=(),
+        config=config_of(**COGVIDEOX.detection.config.rules | {"use_learned_positional_embeddings": True})),
+    inputs=dataclasses.replace(
+        COGVIDEOX.inputs,
+        arguments={name: rule for name, rule in COGVIDEOX.inputs.arguments.items() if name != "image_rotary_emb"}
+        | {"hidden_states": _latent}),
     plan=dataclasses.replace(COGVIDEOX.plan, tokens={}, positions={"patch_embed": _positions_of_patch}),
-    test_config=SmallConfig(COGVIDEOX.test_config.config | {"use_learned_positional_embeddings": True,
-                                                            "ofs_embed_dim": None, "num_attention_heads": 6},
-                            COGVIDEOX.test_config.native,
-                            # a width of which sinusoids take three parts
-                            COGVIDEOX.test_config.arguments | {"in_channels": 32, "num_attention_heads": 6,
-                                                               "use_rotary_positional_embeddings": False,
-                                                               "use_learned_positional_embeddings": True}))
+    testing=SmallConfig(COGVIDEOX.testing.config | {"use_learned_positional_embeddings": True,
+                                                    "ofs_embed_dim": None, "num_attention_heads": 6},
+                        COGVIDEOX.testing.native,
+                        # a width of which sinusoids take three parts
+                        COGVIDEOX.testing.arguments | {"in_channels": 32, "num_attention_heads": 6,
+                                                       "use_rotary_positional_embeddings": False,
+                                                       "use_learned_positional_embeddings": True}))

@@ -4,7 +4,7 @@ rotary positions.
 Frames of an input image are in the latent without noise, marked by an additional channel, and have their own timesteps.
 """
 
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.inputs import Unpacked, because, blocks, config_of, frame_times, from_conditioning, has, size
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
@@ -53,25 +53,26 @@ def _adapt(model, config):
 
 COSMOS = Family(
     name="Cosmos-Predict2", title="Cosmos-Predict2 text-to-image, image-to-video",
-    transformer="CosmosTransformer3DModel",
-    recognise=lambda shapes: is_cosmos(shapes) and not has("llm_adapter.")(shapes),
-    refusals=(because("it adds learned positions in every block", has("extra_pos_embedder.")),),
-    config=config_of(
-        in_channels=lambda shapes: shapes["x_embedder.proj.1.weight"][1] // 4 - 1,
-        out_channels=size("final_layer.linear.weight", 0, 4),
-        num_attention_heads=size("x_embedder.proj.1.weight", 0, HEAD_SIZE), attention_head_dim=HEAD_SIZE,
-        num_layers=blocks("blocks."), text_embed_dim=size("blocks.0.cross_attn.k_proj.weight", 1),
-        adaln_lora_dim=size("blocks.0.adaln_modulation_mlp.1.weight", 0),
-        max_size=(SIDE, SIDE, SIDE), rope_scale=_scale, concat_padding_mask=True, extra_pos_embed_type=None),
-    convert=KEYS, latent=LATENT, time_scale=1.0, adapt_model=_adapt, config_from_tensors=("max_size",),
-    pixels=lambda config: (4, 8, 8),
+    transformer="CosmosTransformer3DModel", adapt_model=_adapt, pixels=lambda config: (4, 8, 8),
     # ComfyUI then has float32 hidden states, which diffusers' forward does not support
     unsupported_dtypes=("float16",),
-    conditioning={"context": "text_embed_dim"}, ignored=("fps", "denoise_mask", "y"),
-    arguments={"hidden_states": LATENT, "timestep": _times, "encoder_hidden_states": from_conditioning("context"),
-               "padding_mask": lambda call: LATENT(call)[:1, :1, 0] * 0},
     activation_factors={"alone": 12.35, "residual": 4.2, "whole": 7.3, "outside": 4.35, "held": 1.4, "block": 10.9,
                         "exchange": 12.8, "own": 0.7},
+    detection=Detection(
+        recognise=lambda shapes: is_cosmos(shapes) and not has("llm_adapter.")(shapes),
+        refusals=(because("it adds learned positions in every block", has("extra_pos_embedder.")),),
+        config=config_of(
+            in_channels=lambda shapes: shapes["x_embedder.proj.1.weight"][1] // 4 - 1,
+            out_channels=size("final_layer.linear.weight", 0, 4),
+            num_attention_heads=size("x_embedder.proj.1.weight", 0, HEAD_SIZE), attention_head_dim=HEAD_SIZE,
+            num_layers=blocks("blocks."), text_embed_dim=size("blocks.0.cross_attn.k_proj.weight", 1),
+            adaln_lora_dim=size("blocks.0.adaln_modulation_mlp.1.weight", 0),
+            max_size=(SIDE, SIDE, SIDE), rope_scale=_scale, concat_padding_mask=True, extra_pos_embed_type=None),
+        convert=KEYS, config_from_tensors=("max_size",)),
+    inputs=Inputs(
+        latent=LATENT, time_scale=1.0, conditioning={"context": "text_embed_dim"}, ignored=("fps", "denoise_mask", "y"),
+        arguments={"hidden_states": LATENT, "timestep": _times, "encoder_hidden_states": from_conditioning("context"),
+                   "padding_mask": lambda call: LATENT(call)[:1, :1, 0] * 0}),
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "blocks."),), streams={"hidden_states": "image"},
         attention={"attn1": ("image",)},
@@ -80,7 +81,7 @@ COSMOS = Family(
         lllite_targets={"attn1.to_q": "self_attn_q_proj", "attn1.to_k": "self_attn_k_proj",
                         "attn1.to_v": "self_attn_v_proj", "attn2.to_q": "cross_attn_q_proj",
                         "ff.net.0.proj": "mlp_layer1"}),
-    test_config=SmallConfig(
+    testing=SmallConfig(
         {"in_channels": 5, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 4,
          "text_embed_dim": 24, "adaln_lora_dim": 8, "max_size": (64, 64, 64), "rope_scale": (1.0, 3.0, 3.0),
          "extra_pos_embed_type": None},
@@ -89,5 +90,4 @@ COSMOS = Family(
          "patch_spatial": 2, "patch_temporal": 1, "concat_padding_mask": True, "model_channels": 256, "num_blocks": 3,
          "num_heads": 2, "crossattn_emb_channels": 64, "pos_emb_cls": "rope3d", "use_adaln_lora": True,
          "adaln_lora_dim": 32, "rope_h_extrapolation_ratio": 4.0, "rope_w_extrapolation_ratio": 4.0,
-         "rope_t_extrapolation_ratio": 1.0, "rope_enable_fps_modulation": False}, detected="CosmosT2IPredict2"),
-)
+         "rope_t_extrapolation_ratio": 1.0, "rope_enable_fps_modulation": False}, detected="CosmosT2IPredict2"))

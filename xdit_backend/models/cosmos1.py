@@ -10,7 +10,7 @@ from types import MethodType
 import torch
 
 from ..protocol.errors import ConfigError
-from .common.family import SmallConfig
+from .common.family import Inputs, SmallConfig, derived
 from .common.inputs import Unpacked, blocks, config_of, even_sides, from_conditioning, full_shape, has, size, timestep
 from .common.key_mapping import table
 from .common.plan import BlockList, TokenArgument
@@ -48,6 +48,11 @@ def _check_size(shape, config):
                           f"{most}, and the latent has {taken}.")
 
 
+class _Inputs(Inputs):
+    def check_size(self, shape, config):
+        _check_size(shape, config)
+
+
 def _frame_rate(call):
     """Frames per second, float32; None stands for 24."""
     rate = call.conditioning.get("fps")
@@ -79,31 +84,37 @@ def _learned_positions_of_patch(module, forward, rows, tokens, args, kwargs):
 
 
 COSMOS1 = dataclasses.replace(
-    COSMOS, name=NAME, title="Cosmos-Predict1 text- and video-to-world",
-    recognise=has("extra_pos_embedder.pos_emb_t", f"{FIRST}0.block.attn.to_q.0.weight",
-                  f"{FIRST}0.adaLN_modulation.1.weight"), refusals=(),
-    config=config_of(**COSMOS.config.rules | {
-        "num_attention_heads": lambda shapes: shapes["x_embedder.proj.1.weight"][0]
-        // shapes[f"{FIRST}0.block.attn.to_q.1.weight"][0],
-        "attention_head_dim": size(f"{FIRST}0.block.attn.to_q.1.weight", 0), "num_layers": blocks("blocks.block"),
-        "text_embed_dim": size(f"{FIRST}1.block.attn.to_k.0.weight", 1),
-        "adaln_lora_dim": size(f"{FIRST}0.adaLN_modulation.1.weight", 0),
-        "mlp_ratio": 4.0, "max_size": _max_size, "extra_pos_embed_type": "learnable",
-        "rope_scale": lambda shapes: (2.0, 1.0, 1.0) if shapes["x_embedder.proj.1.weight"][0] == 4096
-        else (2.0, 2.0, 2.0)}),
-    convert=KEYS, adapt_model=_adapt, check_size=_check_size, config_from_tensors=(), unsupported_dtypes=(),
+    COSMOS, name=NAME, title="Cosmos-Predict1 text- and video-to-world", adapt_model=_adapt, unsupported_dtypes=(),
     pixels=lambda config: (8, 8, 8),
-    conditioning={"context": "text_embed_dim", "fps": None}, ignored=("attention_mask",),
-    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
-               "fps": _frame_rate, "padding_mask": COSMOS.arguments["padding_mask"]},
     activation_factors={"alone": 14.1, "residual": 4.1, "whole": 8.1, "outside": 5.1, "held": 2.1, "block": 11.0,
                         "exchange": 14.0, "shared": 1.1},
+    detection=dataclasses.replace(
+        COSMOS.detection,
+        recognise=has("extra_pos_embedder.pos_emb_t", f"{FIRST}0.block.attn.to_q.0.weight",
+                      f"{FIRST}0.adaLN_modulation.1.weight"),
+        refusals=(),
+        config=config_of(**COSMOS.detection.config.rules | {
+            "num_attention_heads": lambda shapes: shapes["x_embedder.proj.1.weight"][0]
+            // shapes[f"{FIRST}0.block.attn.to_q.1.weight"][0],
+            "attention_head_dim": size(f"{FIRST}0.block.attn.to_q.1.weight", 0), "num_layers": blocks("blocks.block"),
+            "text_embed_dim": size(f"{FIRST}1.block.attn.to_k.0.weight", 1),
+            "adaln_lora_dim": size(f"{FIRST}0.adaLN_modulation.1.weight", 0),
+            "mlp_ratio": 4.0, "max_size": _max_size, "extra_pos_embed_type": "learnable",
+            "rope_scale": lambda shapes: (2.0, 1.0, 1.0) if shapes["x_embedder.proj.1.weight"][0] == 4096
+            else (2.0, 2.0, 2.0)}),
+        convert=KEYS, config_from_tensors=()),
+    inputs=derived(
+        _Inputs, COSMOS.inputs,
+        conditioning={"context": "text_embed_dim", "fps": None}, ignored=("attention_mask",),
+        arguments={"hidden_states": _latent, "timestep": timestep(),
+                   "encoder_hidden_states": from_conditioning("context"),
+                   "fps": _frame_rate, "padding_mask": COSMOS.inputs.arguments["padding_mask"]}),
     plan=dataclasses.replace(
         COSMOS.plan, blocks=(BlockList("transformer_blocks", "blocks.block"),),
         tokens={"image_rotary_emb": TABLE, "extra_pos_emb": LEARNED},
         positions={"rope": Cut(TABLE), "learnable_pos_embed": _learned_positions_of_patch}),
-    test_config=SmallConfig(
-        COSMOS.test_config.config | {"rope_scale": (2.0, 1.0, 1.0), "extra_pos_embed_type": "learnable"},
+    testing=SmallConfig(
+        COSMOS.testing.config | {"rope_scale": (2.0, 1.0, 1.0), "extra_pos_embed_type": "learnable"},
         "comfy.ldm.cosmos.model:GeneralDIT",
         {"max_img_h": 240, "max_img_w": 240, "max_frames": 128, "in_channels": 16, "out_channels": 16,
          "patch_spatial": 2, "patch_temporal": 1, "concat_padding_mask": True, "block_config": "FA-CA-MLP",
@@ -111,5 +122,4 @@ COSMOS1 = dataclasses.replace(
          "pos_emb_cls": "rope3d", "pos_emb_learnable": False, "pos_emb_interpolation": "crop", "affline_emb_norm": True,
          "use_adaln_lora": True, "adaln_lora_dim": 32, "rope_h_extrapolation_ratio": 2.0,
          "rope_w_extrapolation_ratio": 2.0, "rope_t_extrapolation_ratio": 2.0, "extra_per_block_abs_pos_emb": True,
-         "extra_per_block_abs_pos_emb_type": "learnable"}, detected="CosmosT2V"),
-)
+         "extra_per_block_abs_pos_emb_type": "learnable"}, detected="CosmosT2V"))

@@ -4,7 +4,7 @@ has no model of it."""
 import torch
 import torch.nn.functional as F
 
-from .common.family import Family, Sampled, SmallConfig
+from .common.family import Detection, Family, Inputs, Sampled, SmallConfig
 from .common.inputs import Unpacked, config_of, folder_alone, from_conditioning, has, in_config_json, timestep
 from .common.plan import BlockList, ModelPlan
 from .common.position_slicing import embedded
@@ -41,31 +41,36 @@ def _adapt(model, config):
     model.forward = forward
 
 
+class _Plan(ModelPlan):
+    shared_parameters = (f"transformer_blocks.0.{EMBEDDER}.",)
+
+
 DIT = Family(
-    name="DiT", title="DiT (class-conditional)", transformer="DiTTransformer2DModel",
-    recognise=has(f"transformer_blocks.0.{EMBEDDER}.class_embedder.embedding_table.weight", "proj_out_2.weight"),
-    refusals=(folder_alone,),
-    config=config_of(
-        patch_size=2, norm_type="ada_norm_zero", sample_size=in_config_json, num_layers=in_config_json,
-        num_attention_heads=in_config_json,
-        attention_head_dim=in_config_json,
-        in_channels=in_config_json, out_channels=in_config_json, num_embeds_ada_norm=in_config_json,
-        norm_num_groups=in_config_json, attention_bias=in_config_json,
-        norm_eps=in_config_json),
-    convert=lambda tensors, config: tensors, latent=LATENT, adapt_model=_adapt, unsupported_arguments=_mixed,
+    name="DiT", title="DiT (class-conditional)", transformer="DiTTransformer2DModel", adapt_model=_adapt,
     sampled=Sampled(
         "EPS", {"beta_schedule": "sqrt_linear", "linear_start": 0.0001, "linear_end": 0.02}, "SD15", memory=0.5,
         labels="num_embeds_ada_norm"),
-    num_channels=lambda config: config["in_channels"],         # the other half of the channels is the variance
-    conditioning={"context": "num_embeds_ada_norm"},
-    arguments={"latent": LATENT, "timestep": timestep(), "classes": _classes},
+    num_channels=lambda config: config["in_channels"],
     activation_factors={"alone": 12.0, "residual": 4.05, "whole": 6.0, "outside": 3.5, "held": 0.7, "block": 9.2,
                         "exchange": 14.65, "attends": 8.6, "entered": 3.5, "own": 0.0},
-    plan=ModelPlan(
+    detection=Detection(
+        recognise=has(f"transformer_blocks.0.{EMBEDDER}.class_embedder.embedding_table.weight", "proj_out_2.weight"),
+        refusals=(folder_alone,),
+        config=config_of(
+            patch_size=2, norm_type="ada_norm_zero", sample_size=in_config_json, num_layers=in_config_json,
+            num_attention_heads=in_config_json,
+            attention_head_dim=in_config_json,
+            in_channels=in_config_json, out_channels=in_config_json, num_embeds_ada_norm=in_config_json,
+            norm_num_groups=in_config_json, attention_bias=in_config_json,
+            norm_eps=in_config_json),
+        convert=lambda tensors, config: tensors),
+    inputs=Inputs(
+        latent=LATENT, unsupported=_mixed, conditioning={"context": "num_embeds_ada_norm"},
+        arguments={"latent": LATENT, "timestep": timestep(), "classes": _classes}),
+    plan=_Plan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
         attention={"attn1": ("image",)}, cacheable={EMBEDDER: "step", "norm1.linear": "step"},
-        positions={"pos_embed": embedded}, shared_parameters=(f"transformer_blocks.0.{EMBEDDER}.",),
+        positions={"pos_embed": embedded},
         tp_plan={f"{EMBEDDER}.timestep_embedder.linear_*": REPLICATED}),
-    test_config=SmallConfig({"sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 8, "num_layers": 4,
-                             "num_attention_heads": 4, "attention_head_dim": 8, "num_embeds_ada_norm": 10}),
-)
+    testing=SmallConfig({"sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 8, "num_layers": 4,
+                         "num_attention_heads": 4, "attention_head_dim": 8, "num_embeds_ada_norm": 10}))

@@ -3,7 +3,7 @@ references."""
 
 import torch
 
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.forward_state import ForwardValue
 from .common.inputs import Packed, blocks, config_of, from_conditioning, has, size, timestep
 from .common.key_mapping import SWAPPED, table
@@ -77,25 +77,31 @@ def _pooled(call):
 
 FLUX = Family(
     name="Flux.1", title="Flux.1 dev, schnell, Krea, Kontext, Fill, Canny, Depth", transformer="FluxTransformer2DModel",
-    cfg="at cfg above 1",
-    recognise=lambda shapes: BLOCKS(shapes) and has("vector_in.")(shapes) and len(shapes.get("img_in.weight", ())) == 2,
-    config=config_of(
-        patch_size=1, in_channels=size("img_in.weight", 1), out_channels=size("final_layer.linear.weight", 0),
-        num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."), attention_head_dim=_head_size,
-        num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // _head_size(shapes),
-        joint_attention_dim=size("txt_in.weight", 1), pooled_projection_dim=size("vector_in.in_layer.weight", 1),
-        guidance_embeds=has("guidance_in.in_layer.weight"), axes_dims_rope=(16, 56, 56)),
-    convert=KEYS, latent=LATENT, adapt_model=_adapt, time_scale=1.0,
+    cfg="at cfg above 1", adapt_model=_adapt,
     num_channels=lambda config: (config.get("out_channels") or config["in_channels"]) // 4,
-    conditioning={"context": "joint_attention_dim", "y": "pooled_projection_dim", "guidance": None, "ref_latents": None,
-                  "ref_latents_method": None, "style": None, "rope_scales": None},
-    choices={"ref_latents_method": {word: word for word in ("offset", "index", "uxo")}},
-    lengths={"text": _num_texts, "reference": LATENT.num_reference_tokens},
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
-               "pooled_projections": _pooled, "guidance": from_conditioning("guidance", where="guidance_embeds"),
-               "img_ids": LATENT.positions, "txt_ids": _text_positions, "style": from_conditioning("style")},
     activation_factors={"alone": 17.4, "residual": 3.4, "whole": 7.9, "outside": 3.3, "held": 0.5, "block": 17.3,
                         "exchange": 18.8, "own": 0.0},
+    detection=Detection(
+        recognise=lambda shapes: BLOCKS(shapes) and has("vector_in.")(shapes) and len(shapes.get("img_in.weight",
+                                                                                                 ())) == 2,
+        config=config_of(
+            patch_size=1, in_channels=size("img_in.weight", 1), out_channels=size("final_layer.linear.weight", 0),
+            num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."),
+            attention_head_dim=_head_size,
+            num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // _head_size(shapes),
+            joint_attention_dim=size("txt_in.weight", 1), pooled_projection_dim=size("vector_in.in_layer.weight", 1),
+            guidance_embeds=has("guidance_in.in_layer.weight"), axes_dims_rope=(16, 56, 56)),
+        convert=KEYS),
+    inputs=Inputs(
+        latent=LATENT, time_scale=1.0,
+        conditioning={"context": "joint_attention_dim", "y": "pooled_projection_dim", "guidance": None,
+                      "ref_latents": None, "ref_latents_method": None, "style": None, "rope_scales": None},
+        choices={"ref_latents_method": {word: word for word in ("offset", "index", "uxo")}},
+        lengths={"text": _num_texts, "reference": LATENT.num_reference_tokens},
+        arguments={"hidden_states": LATENT, "timestep": timestep(),
+                   "encoder_hidden_states": from_conditioning("context"),
+                   "pooled_projections": _pooled, "guidance": from_conditioning("guidance", where="guidance_embeds"),
+                   "img_ids": LATENT.positions, "txt_ids": _text_positions, "style": from_conditioning("style")}),
     plan=ModelPlan(
         tp_plan=PARALLEL_MLP, takes_output_patches=True, cached_references="reference",
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=("text", IMAGE), image_fraction=0.5,
@@ -107,7 +113,7 @@ FLUX = Family(
         full_precision_inputs={"time_text_embed": (("timestep", "guidance"), 1000.0)},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"},
         cacheable_outside={"context_embedder": "run"}),
-    test_config=SmallConfig(
+    testing=SmallConfig(
         {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
          "num_attention_heads": 4, "joint_attention_dim": 24, "pooled_projection_dim": 16, "guidance_embeds": True,
          "axes_dims_rope": (4, 4, 8)},
@@ -115,5 +121,4 @@ FLUX = Family(
         {"image_model": "flux", "in_channels": 16, "out_channels": 16, "patch_size": 2, "vec_in_dim": 32,
          "context_in_dim": 64, "hidden_size": 256, "mlp_ratio": 4.0, "num_heads": 2, "depth": 2,
          "depth_single_blocks": 2, "axes_dim": [16, 56, 56], "theta": 10000, "qkv_bias": True, "guidance_embed": True,
-         "txt_ids_dims": []}),
-)
+         "txt_ids_dims": []}))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.forward_state import ForwardValue
 from .common.inputs import Packed, blocks, config_of, from_conditioning, has, needs_diffusers, size, timestep
 from .common.key_mapping import SWAPPED, table
@@ -107,25 +107,30 @@ TP_PLAN = {"ff*.linear_in": into("linear_in", "linear_out"), "ff*.linear_out": R
            "attn.to_qkv_mlp_proj": Fused(COLWISE, _attention_and_mlp), "attn.to_out": Fused(ROWWISE, _of_both)}
 
 FLUX2 = Family(
-    name="Flux.2", title="Flux.2 dev, klein", transformer="Flux2Transformer2DModel",
-    recognise=has("double_stream_modulation_img.lin.weight", "double_blocks.0.img_attn.qkv.weight"),
-    refusals=(needs_diffusers("0.37"),), config=config_of(
-        patch_size=1, in_channels=size("img_in.weight", 1), out_channels=size("final_layer.linear.weight", 0),
-        num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."), attention_head_dim=128,
-        num_attention_heads=size("img_in.weight", 0, 128), joint_attention_dim=size("txt_in.weight", 1), mlp_ratio=3.0,
-        rope_theta=2000, guidance_embeds=has("guidance_in.in_layer.weight"), axes_dims_rope=(32, 32, 32, 32)),
-    convert=KEYS, latent=LATENT, adapt_model=_adapt, time_scale=1.0,
+    name="Flux.2", title="Flux.2 dev, klein", transformer="Flux2Transformer2DModel", adapt_model=_adapt,
     pixels=lambda config: (1, 16, 16),
-    conditioning={"context": "joint_attention_dim", "guidance": None, "ref_latents": None, "ref_latents_method": None,
-                  "rope_scales": None},
-    ignored=("y",),
-    choices={"ref_latents_method": {word: word for word in ("index", "offset", "uxo", AT_ZERO)}},
-    lengths={"reference": LATENT.num_reference_tokens},
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
-               "guidance": from_conditioning("guidance", where="guidance_embeds"), "img_ids": _image_positions,
-               "txt_ids": _text_positions, "at_zero": lambda call: at_zero(call.conditioning, LATENT.method)},
     activation_factors={"alone": 21.7, "narrowing": 0.95, "residual": 3.8, "whole": 8.2, "outside": 4.4, "held": 1.55,
                         "block": 20.0, "exchange": 22.2, "own": 0.0},
+    detection=Detection(
+        recognise=has("double_stream_modulation_img.lin.weight", "double_blocks.0.img_attn.qkv.weight"),
+        refusals=(needs_diffusers("0.37"),),
+        config=config_of(
+            patch_size=1, in_channels=size("img_in.weight", 1), out_channels=size("final_layer.linear.weight", 0),
+            num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."), attention_head_dim=128,
+            num_attention_heads=size("img_in.weight", 0, 128), joint_attention_dim=size("txt_in.weight", 1),
+            mlp_ratio=3.0,
+            rope_theta=2000, guidance_embeds=has("guidance_in.in_layer.weight"), axes_dims_rope=(32, 32, 32, 32)),
+        convert=KEYS),
+    inputs=Inputs(
+        latent=LATENT, time_scale=1.0,
+        conditioning={"context": "joint_attention_dim", "guidance": None, "ref_latents": None,
+                      "ref_latents_method": None, "rope_scales": None},
+        ignored=("y",), choices={"ref_latents_method": {word: word for word in ("index", "offset", "uxo", AT_ZERO)}},
+        lengths={"reference": LATENT.num_reference_tokens},
+        arguments={"hidden_states": LATENT, "timestep": timestep(),
+                   "encoder_hidden_states": from_conditioning("context"),
+                   "guidance": from_conditioning("guidance", where="guidance_embeds"), "img_ids": _image_positions,
+                   "txt_ids": _text_positions, "at_zero": lambda call: at_zero(call.conditioning, LATENT.method)}),
     plan=ModelPlan(
         takes_output_patches=True, cached_references="reference",
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=("text", IMAGE), image_fraction=0.5,
@@ -136,7 +141,7 @@ FLUX2 = Family(
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(0, ALL)},
         tp_plan=TP_PLAN, cacheable_outside={"context_embedder": "run"} | dict.fromkeys(
             ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation"), "step")),
-    test_config=SmallConfig(
+    testing=SmallConfig(
         {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
          "num_attention_heads": 4, "joint_attention_dim": 24, "axes_dims_rope": (4, 4, 4, 4), "guidance_embeds": True},
         "comfy.ldm.flux.model:Flux",
@@ -144,5 +149,4 @@ FLUX2 = Family(
          "context_in_dim": 64, "hidden_size": 256, "mlp_ratio": 3.0, "num_heads": 2, "depth": 2,
          "depth_single_blocks": 2, "axes_dim": [32, 32, 32, 32], "theta": 2000, "qkv_bias": False,
          "guidance_embed": True, "txt_ids_dims": [3], "global_modulation": True, "mlp_silu_act": True,
-         "ops_bias": False, "default_ref_method": "index", "ref_index_scale": 10.0}),
-)
+         "ops_bias": False, "default_ref_method": "index", "ref_index_scale": 10.0}))

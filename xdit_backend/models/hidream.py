@@ -6,7 +6,7 @@ import dataclasses
 import torch
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.inputs import (
     Packed,
     Unpacked,
@@ -76,7 +76,11 @@ def _positions(call):
     positions, reference = TOKENS.positions(call), call.conditioning.get(IMAGE_COND)
     if reference is None:
         return positions
-    right = TOKENS.positions(dataclasses.replace(call, latent=reference, patch=None))
+    right = TOKENS.positions(dataclasses.replace(
+        call, patch=None,
+        inputs=dataclasses.replace(
+            call.inputs,
+            latent=reference)))
     right[:, 2] += full_shape(call)[3] // 2
     return torch.cat([positions, right])
 
@@ -117,40 +121,48 @@ TP_PLAN = (styled(COLWISE, *(f"block.attn1.to_{name}" for name in ("q", "k", "v"
            | styled(ROWWISE, "block.attn1.to_out", "block.attn1.to_out_t", *(f"{name}.w2" for name in FEED_FORWARDS))
            | {"block.adaLN_modulation.*": GATHERED})
 
+
+class _Plan(ModelPlan):
+    graph_breaks = ("block.ff_i",)
+
+
 HIDREAM = Family(
-    name="HiDream-I1", title="HiDream-I1, HiDream-E1", transformer="HiDreamImageTransformer2DModel",
-    recognise=has("caption_projection.0.linear.weight", "double_stream_blocks.0.block.attn1.to_q_t.weight"),
-    config=config_of(
-        patch_size=2, in_channels=size("x_embedder.proj.weight", 1, 4),
-        out_channels=size("final_layer.linear.weight", 0, 4),
-        num_layers=blocks("double_stream_blocks."), num_single_layers=blocks("single_stream_blocks."),
-        attention_head_dim=HEAD_SIZE,
-        num_attention_heads=size("x_embedder.proj.weight", 0, HEAD_SIZE), axes_dims_rope=(64, 32, 32),
-        max_resolution=(128, 128),
-        caption_channels=lambda shapes: [_text_width(shapes), LAYER_WIDTH(shapes)], num_activated_experts=2,
-        text_emb_dim=size("p_embedder.pooled_embedder.linear_1.weight", 1), llama_layers=_layer_texts,
-        num_routed_experts=blocks("double_stream_blocks.0.block.ff_i.experts."), _text_width=_text_width,
-        _layer_width=LAYER_WIDTH),
-    convert=lambda tensors, config: tensors, latent=LATENT, sign=-1.0, adapt_model=_adapt,
-    config_from_tensors=("_text_width", "_layer_width", "llama_layers", "max_resolution"),
-    conditioning={"context": "_text_width", "y": "text_emb_dim", LAYERS: "_layer_width", IMAGE_COND: None},
-    lengths={"text": lambda conditioning: conditioning["context"].shape[1] + conditioning[LAYERS].shape[2],
-             "more": lambda conditioning: conditioning[LAYERS].shape[2],
-             "reference": num_tokens_of(LATENT, IMAGE_COND)},
-    arguments={"latent": LATENT, "reference": _reference, "timesteps": timestep(), "pooled": from_conditioning("y"),
-               "text": from_conditioning("context"), "layers": from_conditioning(LAYERS), "positions": _positions},
+    name="HiDream-I1", title="HiDream-I1, HiDream-E1", transformer="HiDreamImageTransformer2DModel", adapt_model=_adapt,
     activation_factors={"alone": 23.3, "residual": 6.3, "whole": 13.2, "held": 4.95, "block": 18.7, "exchange": 17.95,
                         "given": 1.5, "own": 0.0},
-    plan=ModelPlan(                                            # each token uses two of four experts
+    detection=Detection(
+        recognise=has("caption_projection.0.linear.weight", "double_stream_blocks.0.block.attn1.to_q_t.weight"),
+        config=config_of(
+            patch_size=2, in_channels=size("x_embedder.proj.weight", 1, 4),
+            out_channels=size("final_layer.linear.weight", 0, 4),
+            num_layers=blocks("double_stream_blocks."), num_single_layers=blocks("single_stream_blocks."),
+            attention_head_dim=HEAD_SIZE,
+            num_attention_heads=size("x_embedder.proj.weight", 0, HEAD_SIZE), axes_dims_rope=(64, 32, 32),
+            max_resolution=(128, 128),
+            caption_channels=lambda shapes: [_text_width(shapes), LAYER_WIDTH(shapes)], num_activated_experts=2,
+            text_emb_dim=size("p_embedder.pooled_embedder.linear_1.weight", 1), llama_layers=_layer_texts,
+            num_routed_experts=blocks("double_stream_blocks.0.block.ff_i.experts."), _text_width=_text_width,
+            _layer_width=LAYER_WIDTH),
+        convert=lambda tensors, config: tensors,
+        config_from_tensors=("_text_width", "_layer_width", "llama_layers", "max_resolution")),
+    inputs=Inputs(
+        latent=LATENT, sign=-1.0,
+        conditioning={"context": "_text_width", "y": "text_emb_dim", LAYERS: "_layer_width", IMAGE_COND: None},
+        lengths={"text": lambda conditioning: conditioning["context"].shape[1] + conditioning[LAYERS].shape[2],
+                 "more": lambda conditioning: conditioning[LAYERS].shape[2],
+                 "reference": num_tokens_of(LATENT, IMAGE_COND)},
+        arguments={"latent": LATENT, "reference": _reference, "timesteps": timestep(), "pooled": from_conditioning("y"),
+                   "text": from_conditioning("context"), "layers": from_conditioning(LAYERS), "positions": _positions}),
+    plan=_Plan(                                                # each token uses two of four experts
         blocks=(BlockList("double_stream_blocks", "double_stream_blocks.", returns=(IMAGE, "text"), image_fraction=0.38,
                           streams={"hidden_states": IMAGE, "encoder_hidden_states": "text"}),
                 BlockList("single_stream_blocks", "single_stream_blocks.", "num_single_layers", returns=(BOTH,),
                           image_fraction=0.52)),
         streams={"hidden_states": BOTH}, attention={"block.attn1": (*IMAGE, "more", "text")}, needs_text=True,
         tokens={"image_rotary_emb": TokenArgument(1, IMAGE), "more": TokenArgument(1, ("more",))},
-        graph_breaks=("block.ff_i",), tp_plan=TP_PLAN,
+        tp_plan=TP_PLAN,
         cacheable={"block.adaLN_modulation": "step"}, cacheable_outside={"caption_projection": "run"}),
-    test_config=SmallConfig(
+    testing=SmallConfig(
         {"patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 2,
          "attention_head_dim": 16, "num_attention_heads": 4, "axes_dims_rope": (8, 4, 4), "caption_channels": [24, 20],
          "text_emb_dim": 16, "llama_layers": [0, 1, 2, 3], "_text_width": 24, "_layer_width": 20},
@@ -158,5 +170,4 @@ HIDREAM = Family(
         {"patch_size": 2, "in_channels": 16, "out_channels": 16, "num_layers": 2, "num_single_layers": 1,
          "attention_head_dim": 128, "num_attention_heads": 2, "axes_dims_rope": [64, 32, 32],
          "max_resolution": [128, 128], "caption_channels": [48, 32], "text_emb_dim": 64,
-         "llama_layers": [0, 1, 2]}, detected="HiDream"),
-)
+         "llama_layers": [0, 1, 2]}, detected="HiDream"))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.forward_state import ForwardValue
 from .common.inputs import Unpacked, blocks, config_of, from_conditioning, has, size, token_range
 from .common.key_mapping import table
@@ -115,42 +115,57 @@ SMALL = {"vocab_size": 151936, "hidden_size": 32, "intermediate_size": 64, "num_
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "vision_hidden_size": 64,
          "vision_intermediate_size": 48, "vision_depth": 1, "vision_num_position_embeddings": 16}
 
-HIDREAM_O1 = Family(
-    name="HiDream-O1", title="HiDream-O1-Image", transformer=NATIVE,
-    recognise=has("t_embedder1.mlp.0.weight", "x_embedder.proj1.weight", f"{ATTENTION}q_norm.weight"),
-    config=config_of(
-        vocab_size=size("language_model.embed_tokens.weight", 0), num_hidden_layers=blocks(LAYERS),
-        hidden_size=size("language_model.embed_tokens.weight", 1), head_dim=size(f"{ATTENTION}q_norm.weight", 0),
-        intermediate_size=size(f"{LAYERS}0.mlp.gate_proj.weight", 0), num_attention_heads=_heads("q_proj"),
-        num_key_value_heads=_heads("k_proj"), vision_hidden_size=size(VISION, 1), vision_depth=blocks("visual.blocks."),
-        vision_intermediate_size=size(VISION, 0), vision_num_position_embeddings=size("visual.pos_embed.weight", 0)),
-    # ComfyUI drops these modules
-    convert=table((r"^visual\.deepstack_merger_list\.", None)), latent=LATENT, adapt_model=_adapt,
-    class_arguments=_of_class,
-    unsupported_dtypes=("float16",), ignored=("context", "token_types", "vinput_mask"),
-    conditioning=dict.fromkeys(("input_ids", "position_ids", "ar_len", "ref_pixel_values", "ref_image_grid_thw",
-                                "ref_patches")), counts=("ar_len",),
-    arguments=native_arguments(_latent, "input_ids", "ref_pixel_values", "ref_image_grid_thw", "ref_patches",
-                               times="timesteps", position_ids=_positions, ar_len=number("ar_len"),
-                               transformer_options=_without_kv_cache),
-    lengths={"text": lambda conditioning: conditioning["ar_len"].shape[0],
-             "time": lambda conditioning: conditioning["input_ids"].shape[1] - conditioning["ar_len"].shape[0],
-             "reference": _num_references},
-    num_key_heads=lambda config: config["num_key_value_heads"], width=lambda config: config["hidden_size"],
-    num_channels=lambda config: 3, in_channels=lambda config: 3,
+
+class _Plan(ModelPlan):
+    cross_attention = {"self_attn.full": (ALL[1:], ALL)}
+
+    def window(self, attention):
+        return (inf, 0) if attention.is_causal else None
+
+
+class _HiDreamO1(Family):
+    def class_arguments(self, config):
+        return _of_class(config)
+
+
+HIDREAM_O1 = _HiDreamO1(
+    name="HiDream-O1", title="HiDream-O1-Image", transformer=NATIVE, adapt_model=_adapt,
+    unsupported_dtypes=("float16",), num_key_heads=lambda config: config["num_key_value_heads"],
+    width=lambda config: config["hidden_size"], num_channels=lambda config: 3, in_channels=lambda config: 3,
     pixels=lambda config: (1, 1, 1),
     # the peak is where the forward has all tokens, before and after the blocks
     activation_factors={"alone": 16.23, "residual": 7.24, "whole": 11.07, "outside": 11.07, "held": 1.5,
                         "exchange": 14.0, "own": 0.0},
-    plan=ModelPlan(
+    detection=Detection(
+        recognise=has("t_embedder1.mlp.0.weight", "x_embedder.proj1.weight", f"{ATTENTION}q_norm.weight"),
+        config=config_of(
+            vocab_size=size("language_model.embed_tokens.weight", 0), num_hidden_layers=blocks(LAYERS),
+            hidden_size=size("language_model.embed_tokens.weight", 1), head_dim=size(f"{ATTENTION}q_norm.weight", 0),
+            intermediate_size=size(f"{LAYERS}0.mlp.gate_proj.weight", 0), num_attention_heads=_heads("q_proj"),
+            num_key_value_heads=_heads("k_proj"), vision_hidden_size=size(VISION, 1),
+            vision_depth=blocks("visual.blocks."),
+            vision_intermediate_size=size(VISION, 0),
+            vision_num_position_embeddings=size("visual.pos_embed.weight", 0)),
+        # ComfyUI drops these modules
+        convert=table((r"^visual\.deepstack_merger_list\.", None))),
+    inputs=Inputs(
+        latent=LATENT, ignored=("context", "token_types", "vinput_mask"),
+        conditioning=dict.fromkeys(("input_ids", "position_ids", "ar_len", "ref_pixel_values", "ref_image_grid_thw",
+                                    "ref_patches")),
+        counts=("ar_len",),
+        arguments=native_arguments(_latent, "input_ids", "ref_pixel_values", "ref_image_grid_thw", "ref_patches",
+                                   times="timesteps", position_ids=_positions, ar_len=number("ar_len"),
+                                   transformer_options=_without_kv_cache),
+        lengths={"text": lambda conditioning: conditioning["ar_len"].shape[0],
+                 "time": lambda conditioning: conditioning["input_ids"].shape[1] - conditioning["ar_len"].shape[0],
+                 "reference": _num_references}),
+    plan=_Plan(
         blocks=(BlockList("language_model.layers", LAYERS, "num_hidden_layers", returns=(ALL,)),),
         streams={"x": ALL}, attention={"self_attn.causal": TEXT},
-        cross_attention={"self_attn.full": (ALL[1:], ALL)},
         tokens={"freqs_cis": (*[TokenArgument(1, ALL)] * 3, TokenArgument(1, TEXT))},
-        window=lambda attention: (inf, 0) if attention.is_causal else None, rereads_latent=True,
+        rereads_latent=True,
         cacheable_outside={"visual": "run"}),
-    test_config=SmallConfig(SMALL, NATIVE, _of_class(SMALL), detected="HiDreamO1", input_shapes={
+    testing=SmallConfig(SMALL, NATIVE, _of_class(SMALL), detected="HiDreamO1", input_shapes={
         "input_ids": lambda config, shape, tokens: (shape[0], tokens + 1), "position_ids": _positions_shape,
         "ar_len": lambda config, shape, tokens: (tokens,),
-        "ref_patches": lambda config, shape, tokens: (shape[0], 3, 3 * SIDE ** 2)}),
-)
+        "ref_patches": lambda config, shape, tokens: (shape[0], 3, 3 * SIDE ** 2)}))

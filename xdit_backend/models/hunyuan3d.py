@@ -1,7 +1,7 @@
 """Hunyuan3D 2 and 2 mini, ComfyUI's own module: a shape as one row of tokens without positions, conditioned on a
 vision model's features of images. Two streams, then one sequence of both, as in Flux.1."""
 
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.inputs import PaddedByModel, blocks, config_of, has, size
 from .common.key_mapping import table
 from .common.native_module import native_arguments
@@ -35,19 +35,21 @@ TP_PLAN = {"*_attn.qkv": QKV, "*_attn.proj": ROWWISE, "*_mlp.0": COLWISE, "*_mlp
 
 HUNYUAN3D = Family(
     name="Hunyuan3D 2", title="Hunyuan3D 2, 2 mini, 2mv", transformer=NATIVE,
-    recognise=has("latent_in.weight", "cond_in.weight", "double_blocks.", "single_blocks."),
-    config=config_of(
-        in_channels=size("latent_in.weight", 1), context_in_dim=size("cond_in.weight", 1),
-        hidden_size=size("latent_in.weight", 0), mlp_ratio=4.0, num_heads=_num_heads, depth=blocks("double_blocks."),
-        depth_single_blocks=blocks("single_blocks."), qkv_bias=True,
-        guidance_embed=has("guidance_in.in_layer.weight")),
-    convert=table((r"\.scale$", ".weight")), latent=LATENT, time_scale=1.0,
-    conditioning={"context": "context_in_dim", "guidance": None},
-    arguments=native_arguments(LATENT, "context", "guidance"),
     num_heads=lambda config: config["num_heads"], width=lambda config: config["hidden_size"],
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
     activation_factors={"alone": 13.82, "residual": 1.81, "whole": 5.3, "outside": 5.58, "held": 1.7, "block": 14.33,
                         "exchange": 19.27, "entered": 1.0, "own": 0.0, "keys": 2.03, "once": 0.29},
+    detection=Detection(
+        recognise=has("latent_in.weight", "cond_in.weight", "double_blocks.", "single_blocks."),
+        config=config_of(
+            in_channels=size("latent_in.weight", 1), context_in_dim=size("cond_in.weight", 1),
+            hidden_size=size("latent_in.weight", 0), mlp_ratio=4.0, num_heads=_num_heads,
+            depth=blocks("double_blocks."), depth_single_blocks=blocks("single_blocks."), qkv_bias=True,
+            guidance_embed=has("guidance_in.in_layer.weight")),
+        convert=table((r"\.scale$", ".weight"))),
+    inputs=Inputs(
+        latent=LATENT, time_scale=1.0, conditioning={"context": "context_in_dim", "guidance": None},
+        arguments=native_arguments(LATENT, "context", "guidance")),
     plan=ModelPlan(
         blocks=(BlockList("double_blocks", "double_blocks.", "depth", returns=("image", "text"), image_fraction=0.5,
                           patched="double"),
@@ -55,7 +57,6 @@ HUNYUAN3D = Family(
                           streams={"x": BOTH}, patched="single")),
         streams={"img": "image", "txt": "text"}, attention={".": BOTH}, needs_text=True, tp_plan=TP_PLAN,
         cacheable={"img_mod.lin": "step", "txt_mod.lin": "step", "modulation.lin": "step"}),
-    test_config=SmallConfig(SMALL, NATIVE, SMALL | {"in_channels": 64, "hidden_size": 256, "num_heads": 16},
-                            detected="Hunyuan3Dv2",
-                            input_shapes={"guidance": lambda config, shape, tokens: (shape[0],)}),
-)
+    testing=SmallConfig(SMALL, NATIVE, SMALL | {"in_channels": 64, "hidden_size": 256, "num_heads": 16},
+                        detected="Hunyuan3Dv2",
+                        input_shapes={"guidance": lambda config, shape, tokens: (shape[0],)}))

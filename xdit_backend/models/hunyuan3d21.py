@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.inputs import PaddedByModel, blocks, compute_dtype_of, config_of, has, size, stored_dtype
 from .common.native_module import native_arguments, same_names
 from .common.plan import BlockList, ModelPlan
@@ -53,34 +53,41 @@ def _num_experts(shapes):
 SMALL = {"in_channels": 8, "hidden_size": 48, "context_dim": 24, "depth": 5, "num_heads": 4, "qkv_bias": False,
          "num_moe_layers": 2, "guidance_cond_proj_dim": None, "num_experts": 4, "moe_top_k": 2}
 
+
+class _Plan(ModelPlan):
+    skip_name = "skip_tensor"
+    graph_breaks = ("moe",)
+
+    def skips(self, num_blocks):
+        return {block: 2 * (num_blocks // 2) - block for block in range(num_blocks // 2 + 1, num_blocks)}
+
+
 HUNYUAN3D21 = Family(
-    name="Hunyuan3D 2.1", title="Hunyuan3D 2.1", transformer=NATIVE,
-    recognise=has("x_embedder.weight", "t_embedder.mlp.2.weight", "blocks.0.attn1.k_norm.weight",
-                  "blocks.0.attn2.to_k.weight"),
-    config=config_of(
-        in_channels=size("x_embedder.weight", 1), hidden_size=size("x_embedder.weight", 0),
-        context_dim=size("blocks.0.attn2.to_k.weight", 1), depth=blocks("blocks."),
-        num_heads=lambda shapes: shapes["x_embedder.weight"][0] // shapes[NORM][0], qkv_bias=False,
-        num_moe_layers=_num_moe_layers, guidance_cond_proj_dim=None, num_experts=_num_experts, moe_top_k=2),
-    convert=same_names, latent=LATENT, time_scale=1.0, adapt_model=_adapt, ignored=("guidance",),
-    conditioning={"context": "context_dim"}, arguments=native_arguments(LATENT, "context", times="t"),
-    lengths={"time": lambda conditioning: 1},
+    name="Hunyuan3D 2.1", title="Hunyuan3D 2.1", transformer=NATIVE, adapt_model=_adapt,
     num_heads=lambda config: config["num_heads"], width=lambda config: config["hidden_size"],
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
     activation_factors={"alone": 14.5, "residual": 8.47, "whole": 11.4, "outside": 5.41, "held": 2.5, "block": 12.44,
                         "exchange": 16.79, "own": 0.37, "keys": 2.07, "once": 0.99},
-    plan=ModelPlan(
+    detection=Detection(
+        recognise=has("x_embedder.weight", "t_embedder.mlp.2.weight", "blocks.0.attn1.k_norm.weight",
+                      "blocks.0.attn2.to_k.weight"),
+        config=config_of(
+            in_channels=size("x_embedder.weight", 1), hidden_size=size("x_embedder.weight", 0),
+            context_dim=size("blocks.0.attn2.to_k.weight", 1), depth=blocks("blocks."),
+            num_heads=lambda shapes: shapes["x_embedder.weight"][0] // shapes[NORM][0], qkv_bias=False,
+            num_moe_layers=_num_moe_layers, guidance_cond_proj_dim=None, num_experts=_num_experts, moe_top_k=2),
+        convert=same_names),
+    inputs=Inputs(
+        latent=LATENT, time_scale=1.0, ignored=("guidance",), conditioning={"context": "context_dim"},
+        arguments=native_arguments(LATENT, "context", times="t"), lengths={"time": lambda conditioning: 1}),
+    plan=_Plan(
         blocks=(BlockList("blocks", "blocks.", "depth", returns=(ALL,)),),
-        streams={"hidden_states": ALL}, attention={"attn1": ALL}, graph_breaks=("moe",),
+        streams={"hidden_states": ALL}, attention={"attn1": ALL},
         # not split: a head takes values from all three projections, so that no rank owns one
         tp_plan=styled(REPLICATED, "skip_linear", "attn*.to_*", "attn*.out_proj") | {
             "mlp.fc1": COLWISE, "mlp.fc2": ROWWISE, "moe.experts.*.net.0.proj": COLWISE, "moe.experts.*.net.2": ROWWISE,
             "moe.shared_experts.net.0.proj": COLWISE, "moe.shared_experts.net.2": ROWWISE},
-        cacheable={"attn2.to_k": "run", "attn2.to_v": "run"},
-        skip_name="skip_tensor",
-        skips=lambda num_blocks: {
-            block: 2 * (num_blocks // 2) - block for block in range(num_blocks // 2 + 1, num_blocks)}),
-    test_config=SmallConfig(SMALL, NATIVE, SMALL | {"in_channels": 64, "hidden_size": 256, "context_dim": 1024,
-                                                    "depth": 9, "num_heads": 16, "num_moe_layers": 6, "num_experts": 8},
-                            detected="Hunyuan3Dv2_1"),
-)
+        cacheable={"attn2.to_k": "run", "attn2.to_v": "run"}),
+    testing=SmallConfig(SMALL, NATIVE, SMALL | {"in_channels": 64, "hidden_size": 256, "context_dim": 1024,
+                                                "depth": 9, "num_heads": 16, "num_moe_layers": 6, "num_experts": 8},
+                        detected="Hunyuan3Dv2_1"))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.inputs import Unpacked, blocks, config_of, from_conditioning, has, size, timestep, token_range
 from .common.key_mapping import SWAPPED, table
 from .common.plan import BlockList, ModelPlan, TokenArgument
@@ -142,38 +142,46 @@ def _attend(self, hidden_states, encoder_hidden_states=None, image_rotary_emb=No
     return self.to_out[0](out.transpose(1, 2).flatten(2))
 
 
+class _Plan(ModelPlan):
+    def skips(self, num_blocks):
+        return {block: num_blocks - 1 - block for block in range(num_blocks // 2 + 1, num_blocks)}
+
+
 HUNYUAN_DIT = Family(
-    name="HunyuanDiT", title="HunyuanDiT 1.0 to 1.2", transformer="HunyuanDiT2DModel",
-    recognise=has("mlp_t5.0.weight", "text_embedding_padding"),
-    config=config_of(
-        num_layers=NUM_BLOCKS, patch_size=2, sample_size=128, in_channels=size("x_embedder.proj.weight", 1),
-        hidden_size=WIDTH,
-        attention_head_dim=HEAD_SIZE, num_attention_heads=lambda shapes: WIDTH(shapes) // HEAD_SIZE(shapes),
-        # as in ComfyUI
-        mlp_ratio=lambda shapes: 4.3637 if (WIDTH(shapes), NUM_BLOCKS(shapes)) == (1408, 40) else 4.0, learn_sigma=True,
-        cross_attention_dim=size("mlp_t5.2.weight", 0), cross_attention_dim_t5=size("mlp_t5.0.weight", 1),
-        pooled_projection_dim=size("pooler.c_proj.weight", 0),
-        use_style_cond_and_image_meta_size=has("style_embedder.weight"),
-        text_len=lambda shapes: shapes["text_embedding_padding"][0] - shapes["pooler.positional_embedding"][0] + 1,
-        text_len_t5=lambda shapes: shapes["pooler.positional_embedding"][0] - 1),
-    convert=KEYS, latent=LATENT, adapt_model=_adapt, config_from_tensors=("sample_size",),
-    num_channels=lambda config: config["in_channels"],         # the other half of the channels is the variance
-    conditioning={"context": "cross_attention_dim", "text_embedding_mask": None,
-                  "encoder_hidden_states_t5": "cross_attention_dim_t5", "text_embedding_mask_t5": None,
-                  "image_meta_size": None},
-    lengths={"text": _num_text_tokens},
-    arguments={"latent": LATENT, "timestep": timestep(), "texts": _texts, "sizes": _sizes, "rotary": _rotary},
+    name="HunyuanDiT", title="HunyuanDiT 1.0 to 1.2", transformer="HunyuanDiT2DModel", adapt_model=_adapt,
+    num_channels=lambda config: config["in_channels"],
     activation_factors={"alone": 13.95, "residual": 5.35, "whole": 7.5, "outside": 4.85, "held": 1.1, "block": 14.9,
                         "exchange": 15.45, "own": 0.05},
-    plan=ModelPlan(
+    detection=Detection(
+        recognise=has("mlp_t5.0.weight", "text_embedding_padding"),
+        config=config_of(
+            num_layers=NUM_BLOCKS, patch_size=2, sample_size=128, in_channels=size("x_embedder.proj.weight", 1),
+            hidden_size=WIDTH,
+            attention_head_dim=HEAD_SIZE, num_attention_heads=lambda shapes: WIDTH(shapes) // HEAD_SIZE(shapes),
+            # as in ComfyUI
+            mlp_ratio=lambda shapes: 4.3637 if (WIDTH(shapes), NUM_BLOCKS(shapes)) == (1408, 40) else 4.0,
+            learn_sigma=True,
+            cross_attention_dim=size("mlp_t5.2.weight", 0), cross_attention_dim_t5=size("mlp_t5.0.weight", 1),
+            pooled_projection_dim=size("pooler.c_proj.weight", 0),
+            use_style_cond_and_image_meta_size=has("style_embedder.weight"),
+            text_len=lambda shapes: shapes["text_embedding_padding"][0] - shapes["pooler.positional_embedding"][0] + 1,
+            text_len_t5=lambda shapes: shapes["pooler.positional_embedding"][0] - 1),
+        convert=KEYS, config_from_tensors=("sample_size",)),
+    inputs=Inputs(
+        latent=LATENT,
+        conditioning={"context": "cross_attention_dim", "text_embedding_mask": None,
+                      "encoder_hidden_states_t5": "cross_attention_dim_t5", "text_embedding_mask_t5": None,
+                      "image_meta_size": None},
+        lengths={"text": _num_text_tokens},
+        arguments={"latent": LATENT, "timestep": timestep(), "texts": _texts, "sizes": _sizes, "rotary": _rotary}),
+    plan=_Plan(
         blocks=(BlockList("blocks", "blocks.", control="output", patched="double"),),
         streams={"hidden_states": "image"},
         attention={"attn1": ("image",)}, tokens={"image_rotary_emb": TokenArgument(0, ("image",))},
         tp_plan={"skip_linear": REPLICATED},
         cacheable={"norm1.linear": "step", "attn2.to_k": "run", "attn2.to_v": "run"},
-        cacheable_outside={"text_embedder": "run", "time_extra_emb.pooler": "run"},
-        skips=lambda num_blocks: {block: num_blocks - 1 - block for block in range(num_blocks // 2 + 1, num_blocks)}),
-    test_config=SmallConfig(
+        cacheable_outside={"text_embedder": "run", "time_extra_emb.pooler": "run"}),
+    testing=SmallConfig(
         {"num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 4, "patch_size": 2, "sample_size": 16,
          "hidden_size": 32, "num_layers": 8, "cross_attention_dim": 24, "cross_attention_dim_t5": 16,
          "pooled_projection_dim": 16, "text_len": 5, "text_len_t5": 6, "use_style_cond_and_image_meta_size": False,
@@ -181,5 +189,4 @@ HUNYUAN_DIT = Family(
         "comfy.ldm.hydit.models:HunYuanDiT",
         {"depth": 6, "hidden_size": 96, "num_heads": 4, "text_states_dim": 48, "text_states_dim_t5": 64, "text_len": 8,
          "text_len_t5": 10},
-        more={"size_cond": True, "use_style_cond": True}, detected="HunyuanDiT"),
-)
+        more={"size_cond": True, "use_style_cond": True}, detected="HunyuanDiT"))

@@ -3,7 +3,7 @@ glyph features."""
 
 import torch
 
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.inputs import (
     Unpacked,
     all_text,
@@ -77,23 +77,27 @@ def _adapt(model, config):
 
 
 HUNYUAN_IMAGE = Family(
-    name="HunyuanImage", title="HunyuanImage 2.1", transformer="HunyuanImageTransformer2DModel", recognise=_recognise,
-    refusals=(needs_diffusers("0.36"),),
-    config=config_of(
-        patch_size=lambda shapes: list(shapes["img_in.proj.weight"][2:]), in_channels=size("img_in.proj.weight", 1),
-        out_channels=size("final_layer.linear.weight", 0), num_attention_heads=size("img_in.proj.weight", 0, 128),
-        attention_head_dim=128, num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."),
-        num_refiner_layers=blocks("txt_in.individual_token_refiner.blocks."), guidance_embeds=False,
-        text_embed_dim=size("txt_in.input_embedder.weight", 1),
-        text_embed_2_dim=optional_size("byt5_in.fc1.weight", 1), rope_axes_dim=(64, 64), use_meanflow=False),
-    convert=lambda tensors, config: KEYS(SHARED_KEYS(tensors, config), config), latent=LATENT, adapt_model=_adapt,
-    conditioning={"context": "text_embed_dim", "txt_byt5": "text_embed_2_dim"}, ignored=("y", "guidance"),
-    lengths={"text": _num_text_tokens}, pixels=lambda config: (1, 32, 32),
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
-               "encoder_attention_mask": all_text, "encoder_attention_mask_2": _all_glyphs,
-               "encoder_hidden_states_2": from_conditioning("txt_byt5", where="text_embed_2_dim")},
+    name="HunyuanImage", title="HunyuanImage 2.1", transformer="HunyuanImageTransformer2DModel", adapt_model=_adapt,
+    pixels=lambda config: (1, 32, 32),
     activation_factors={"alone": 17.0, "residual": 4.7, "whole": 8.0, "outside": 4.9, "held": 0.35, "block": 16.6,
                         "exchange": 20.0, "own": 0.0},
+    detection=Detection(
+        recognise=_recognise, refusals=(needs_diffusers("0.36"),),
+        config=config_of(
+            patch_size=lambda shapes: list(shapes["img_in.proj.weight"][2:]), in_channels=size("img_in.proj.weight", 1),
+            out_channels=size("final_layer.linear.weight", 0), num_attention_heads=size("img_in.proj.weight", 0, 128),
+            attention_head_dim=128, num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."),
+            num_refiner_layers=blocks("txt_in.individual_token_refiner.blocks."), guidance_embeds=False,
+            text_embed_dim=size("txt_in.input_embedder.weight", 1),
+            text_embed_2_dim=optional_size("byt5_in.fc1.weight", 1), rope_axes_dim=(64, 64), use_meanflow=False),
+        convert=lambda tensors, config: KEYS(SHARED_KEYS(tensors, config), config)),
+    inputs=Inputs(
+        latent=LATENT, conditioning={"context": "text_embed_dim", "txt_byt5": "text_embed_2_dim"},
+        ignored=("y", "guidance"), lengths={"text": _num_text_tokens},
+        arguments={"hidden_states": LATENT, "timestep": timestep(),
+                   "encoder_hidden_states": from_conditioning("context"),
+                   "encoder_attention_mask": all_text, "encoder_attention_mask_2": _all_glyphs,
+                   "encoder_hidden_states_2": from_conditioning("txt_byt5", where="text_embed_2_dim")}),
     plan=ModelPlan(
         tp_plan=PARALLEL_MLP,
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_fraction=0.5, control="input",
@@ -104,7 +108,7 @@ HUNYUAN_IMAGE = Family(
         tokens={"image_rotary_emb": TABLE}, masks={"attention_mask": ()}, positions={"rope": Cut(TABLE)},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"},
         cacheable_outside={"context_embedder": "step", "context_embedder_2": "run"}, takes_output_patches=True),
-    test_config=SmallConfig(
+    testing=SmallConfig(
         {"patch_size": (1, 1), "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 2,
          "num_attention_heads": 4, "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24,
          "text_embed_2_dim": 20, "rope_axes_dim": (8, 8)},
@@ -112,5 +116,4 @@ HUNYUAN_IMAGE = Family(
         {"in_channels": 64, "out_channels": 64, "vec_in_dim": None, "context_in_dim": 48, "hidden_size": 256,
          "mlp_ratio": 4.0, "num_heads": 2, "depth": 2, "depth_single_blocks": 2, "axes_dim": [64, 64], "theta": 256,
          "patch_size": [1, 1], "qkv_bias": True, "guidance_embed": False, "byt5": True, "meanflow": False,
-         "meanflow_sum": False, "vision_in_dim": None, "use_cond_type_embedding": False}),
-)
+         "meanflow_sum": False, "vision_in_dim": None, "use_cond_type_embedding": False}))

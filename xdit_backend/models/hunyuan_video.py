@@ -1,7 +1,7 @@
 """HunyuanVideo from text, and from an image as additional channels. Two streams, then one; joint attention, image
 first; guidance."""
 
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.inputs import Unpacked, all_text, blocks, config_of, even_sides, from_conditioning, has, size, timestep
 from .common.key_mapping import SWAPPED, table
 from .common.plan import BlockList, ModelPlan, TokenArgument
@@ -62,29 +62,32 @@ def _adapt(model, config):
 
 HUNYUAN_VIDEO = Family(
     name="HunyuanVideo", title="HunyuanVideo text- and image-to-video", transformer="HunyuanVideoTransformer3DModel",
-    cfg="at cfg above 1", recognise=has("txt_in.individual_token_refiner.blocks.0.norm1.weight", "vector_in."),
-    config=config_of(
-        patch_size=2, patch_size_t=1, in_channels=size("img_in.proj.weight", 1),
-        out_channels=size("final_layer.linear.weight", 0, 4),
-        num_attention_heads=size("img_in.proj.weight", 0, 128), attention_head_dim=128,
-        num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."),
-        num_refiner_layers=blocks("txt_in.individual_token_refiner.blocks."),
-        guidance_embeds=has("guidance_in."), text_embed_dim=size("txt_in.input_embedder.weight", 1),
-        rope_axes_dim=(16, 56, 56),
-        pooled_projection_dim=lambda shapes: shapes.get("vector_in.in_layer.weight",
-                                                        shapes.get("vector_in.mlp.0.weight"))[1]),
-    convert=KEYS, latent=LATENT, adapt_model=_adapt,
-    pixels=lambda config: (4, 8, 8),
-    conditioning={"context": "text_embed_dim", "y": "pooled_projection_dim", "guidance": None,
-                  "guiding_frame_index": None, "riflex": None},
-    arguments={"hidden_states": even_sides("HunyuanVideo", LATENT), "timestep": timestep(),
-               "encoder_hidden_states": from_conditioning("context"), "encoder_attention_mask": all_text,
-               "pooled_projections": from_conditioning("y"),
-               "guidance": from_conditioning("guidance", times=1000, where="guidance_embeds"),
-               "riflex": from_conditioning("riflex"), "first_frame_time": from_conditioning("guiding_frame_index"),
-               "num_first_frame_tokens": _num_first_frame_tokens},
+    cfg="at cfg above 1", adapt_model=_adapt, pixels=lambda config: (4, 8, 8),
     activation_factors={"alone": 18.2, "residual": 4.2, "whole": 7.9, "outside": 3.3, "held": 0.2, "block": 18.0,
                         "exchange": 20.0, "own": 0.0},
+    detection=Detection(
+        recognise=has("txt_in.individual_token_refiner.blocks.0.norm1.weight", "vector_in."),
+        config=config_of(
+            patch_size=2, patch_size_t=1, in_channels=size("img_in.proj.weight", 1),
+            out_channels=size("final_layer.linear.weight", 0, 4),
+            num_attention_heads=size("img_in.proj.weight", 0, 128), attention_head_dim=128,
+            num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."),
+            num_refiner_layers=blocks("txt_in.individual_token_refiner.blocks."),
+            guidance_embeds=has("guidance_in."), text_embed_dim=size("txt_in.input_embedder.weight", 1),
+            rope_axes_dim=(16, 56, 56),
+            pooled_projection_dim=lambda shapes: shapes.get("vector_in.in_layer.weight",
+                                                            shapes.get("vector_in.mlp.0.weight"))[1]),
+        convert=KEYS),
+    inputs=Inputs(
+        latent=LATENT,
+        conditioning={"context": "text_embed_dim", "y": "pooled_projection_dim", "guidance": None,
+                      "guiding_frame_index": None, "riflex": None},
+        arguments={"hidden_states": even_sides("HunyuanVideo", LATENT), "timestep": timestep(),
+                   "encoder_hidden_states": from_conditioning("context"), "encoder_attention_mask": all_text,
+                   "pooled_projections": from_conditioning("y"),
+                   "guidance": from_conditioning("guidance", times=1000, where="guidance_embeds"),
+                   "riflex": from_conditioning("riflex"), "first_frame_time": from_conditioning("guiding_frame_index"),
+                   "num_first_frame_tokens": _num_first_frame_tokens}),
     plan=ModelPlan(
         tp_plan=PARALLEL_MLP, takes_output_patches=True,
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_fraction=0.5, control="input",
@@ -96,7 +99,7 @@ HUNYUAN_VIDEO = Family(
         positions={"rope": Cut(TABLES)},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"},
         cacheable_outside={"context_embedder": "step"}),
-    test_config=SmallConfig(
+    testing=SmallConfig(
         {"patch_size": 2, "patch_size_t": 1, "in_channels": 9, "out_channels": 4, "num_layers": 2,
          "num_single_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16, "num_refiner_layers": 1,
          "text_embed_dim": 24, "pooled_projection_dim": 16, "rope_axes_dim": (4, 6, 6), "guidance_embeds": True},
@@ -104,5 +107,4 @@ HUNYUAN_VIDEO = Family(
         {"in_channels": 16, "out_channels": 16, "vec_in_dim": 768, "context_in_dim": 48, "hidden_size": 256,
          "mlp_ratio": 4.0, "num_heads": 2, "depth": 2, "depth_single_blocks": 2, "axes_dim": [16, 56, 56], "theta": 256,
          "patch_size": [1, 2, 2], "qkv_bias": True, "guidance_embed": True, "byt5": False, "meanflow": False,
-         "use_cond_type_embedding": False, "vision_in_dim": None, "meanflow_sum": False}),
-)
+         "use_cond_type_embedding": False, "vision_in_dim": None, "meanflow_sum": False}))

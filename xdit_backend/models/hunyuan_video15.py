@@ -3,7 +3,7 @@ input image is additional channels."""
 
 import torch
 
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.inputs import (
     Unpacked,
     all_text,
@@ -74,27 +74,31 @@ def _adapt(model, config):
 
 HUNYUAN_VIDEO15 = Family(
     name="HunyuanVideo 1.5", title="HunyuanVideo 1.5 text- and image-to-video",
-    transformer="HunyuanVideo15Transformer3DModel",
-    recognise=lambda shapes: NAMES(shapes) and not has("time_r_in.")(shapes),
-    refusals=(because("it takes guidance as an input", has("guidance_in.")), needs_diffusers("0.36")),
-    config=config_of(
-        patch_size=1, patch_size_t=1, in_channels=size("img_in.proj.weight", 1),
-        out_channels=size("final_layer.linear.weight", 0),
-        num_attention_heads=size("img_in.proj.weight", 0, 128), attention_head_dim=128,
-        num_layers=blocks("double_blocks."), num_refiner_layers=blocks("txt_in.individual_token_refiner.blocks."),
-        text_embed_dim=size("txt_in.input_embedder.weight", 1),
-        text_embed_2_dim=size("byt5_in.fc1.weight", 1), image_embed_dim=size("vision_in.proj.0.weight", 0),
-        rope_axes_dim=(16, 56, 56), use_meanflow=False),
-    convert=lambda tensors, config: KEYS(SHARED_KEYS(tensors, config), config), latent=LATENT, adapt_model=_adapt,
-    keep_in_compute_dtype=("cond_type_embed",),                # a plain torch module, which ComfyUI never casts
-    conditioning={"context": "text_embed_dim", "txt_byt5": "text_embed_2_dim", "clip_fea": "image_embed_dim"},
-    ignored=("y", "guidance"), lengths={"text": _num_text_tokens}, pixels=lambda config: (4, 16, 16),
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
-               "encoder_attention_mask": all_text, "encoder_attention_mask_2": _all_glyphs,
-               "encoder_hidden_states_2": _or_no_tokens("txt_byt5", "text_embed_2_dim"),
-               "image_embeds": _or_no_tokens("clip_fea", "image_embed_dim")},
+    transformer="HunyuanVideo15Transformer3DModel", adapt_model=_adapt, keep_in_compute_dtype=("cond_type_embed",),
+    pixels=lambda config: (4, 16, 16),
     activation_factors={"alone": 12.3, "residual": 4.4, "whole": 7.4, "outside": 3.3, "held": 1.3, "block": 11.9,
                         "exchange": 14.1, "own": 0.0},
+    detection=Detection(
+        recognise=lambda shapes: NAMES(shapes) and not has("time_r_in.")(shapes),
+        refusals=(because("it takes guidance as an input", has("guidance_in.")), needs_diffusers("0.36")),
+        config=config_of(
+            patch_size=1, patch_size_t=1, in_channels=size("img_in.proj.weight", 1),
+            out_channels=size("final_layer.linear.weight", 0),
+            num_attention_heads=size("img_in.proj.weight", 0, 128), attention_head_dim=128,
+            num_layers=blocks("double_blocks."), num_refiner_layers=blocks("txt_in.individual_token_refiner.blocks."),
+            text_embed_dim=size("txt_in.input_embedder.weight", 1),
+            text_embed_2_dim=size("byt5_in.fc1.weight", 1), image_embed_dim=size("vision_in.proj.0.weight", 0),
+            rope_axes_dim=(16, 56, 56), use_meanflow=False),
+        convert=lambda tensors, config: KEYS(SHARED_KEYS(tensors, config), config)),
+    inputs=Inputs(
+        latent=LATENT,
+        conditioning={"context": "text_embed_dim", "txt_byt5": "text_embed_2_dim", "clip_fea": "image_embed_dim"},
+        ignored=("y", "guidance"), lengths={"text": _num_text_tokens},
+        arguments={"hidden_states": LATENT, "timestep": timestep(),
+                   "encoder_hidden_states": from_conditioning("context"),
+                   "encoder_attention_mask": all_text, "encoder_attention_mask_2": _all_glyphs,
+                   "encoder_hidden_states_2": _or_no_tokens("txt_byt5", "text_embed_2_dim"),
+                   "image_embeds": _or_no_tokens("clip_fea", "image_embed_dim")}),
     plan=ModelPlan(
         takes_output_patches=True,
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_fraction=0.5,
@@ -103,7 +107,7 @@ HUNYUAN_VIDEO15 = Family(
         tokens={"freqs_cis": TABLE}, masks={"attention_mask": ()}, positions={"rope": Cut(TABLE)},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step"},
         cacheable_outside={"context_embedder": "step", "context_embedder_2": "run", "image_embedder": "run"}),
-    test_config=SmallConfig(
+    testing=SmallConfig(
         {"patch_size": 1, "patch_size_t": 1, "in_channels": 9, "out_channels": 4, "num_layers": 4,
          "num_attention_heads": 4, "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24,
          "text_embed_2_dim": 20, "image_embed_dim": 12, "rope_axes_dim": (4, 6, 6)},
@@ -111,5 +115,4 @@ HUNYUAN_VIDEO15 = Family(
         {"in_channels": 65, "out_channels": 32, "vec_in_dim": None, "context_in_dim": 48, "hidden_size": 256,
          "mlp_ratio": 4.0, "num_heads": 2, "depth": 3, "depth_single_blocks": 0, "axes_dim": [16, 56, 56], "theta": 256,
          "patch_size": [1, 1, 1], "qkv_bias": True, "guidance_embed": False, "byt5": True, "meanflow": False,
-         "use_cond_type_embedding": True, "vision_in_dim": 1152, "meanflow_sum": True}),
-)
+         "use_cond_type_embedding": True, "vision_in_dim": 1152, "meanflow_sum": True}))

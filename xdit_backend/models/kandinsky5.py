@@ -7,7 +7,7 @@ Conditioning frames replace the first frames of the latent.
 import torch
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.inputs import (
     Unpacked,
     blocks,
@@ -125,24 +125,32 @@ def _adapt(model, config):
 
 KANDINSKY5 = Family(
     name="Kandinsky 5", title="Kandinsky 5 text- and image-to-video", transformer="Kandinsky5Transformer3DModel",
-    recognise=lambda shapes: has(KEY, PIXELS)(shapes) and shapes[PIXELS][1] != 64,
-    refusals=(needs_diffusers("0.36"),),
-    config=config_of(
-        in_visual_dim=lambda shapes: (shapes[PIXELS][1] // 4 - 1) // 2, visual_cond=True,
-        out_visual_dim=size("out_layer.out_layer.weight", 0, 4), in_text_dim=size("text_embeddings.in_layer.weight", 1),
-        in_text_dim2=size("pooled_text_embeddings.in_layer.weight", 1),
-        time_dim=size("time_embeddings.in_layer.weight", 0),
-        patch_size=(1, 2, 2), model_dim=size(PIXELS, 0), axes_dims=_head_axes,
-        ff_dim=size("visual_transformer_blocks.0.feed_forward.in_layer.weight", 0),
-        num_text_blocks=blocks("text_transformer_blocks."), num_visual_blocks=blocks("visual_transformer_blocks.")),
-    convert=lambda tensors, config: dict(tensors), latent=LATENT, adapt_model=_adapt, pixels=lambda config: (4, 8, 8),
-    conditioning={"context": "in_text_dim", "y": "in_text_dim2", "time_dim_replace": None, "rope_scales": None},
-    ignored=("attention_mask", "denoise_mask"),
-    arguments={"hidden_states": _latent, "encoder_hidden_states": from_conditioning("context"), "timestep": timestep(),
-               "pooled_projections": from_conditioning("y"), "visual_rope_pos": _positions,
-               "text_rope_pos": _text_positions},
+    adapt_model=_adapt, pixels=lambda config: (4, 8, 8),
     activation_factors={"alone": 15.2, "residual": 3.45, "whole": 9.25, "outside": 5.25, "held": 1.2, "block": 14.5,
                         "exchange": 13.55, "own": 0.55},
+    num_heads=lambda config: config["model_dim"] // sum(config["axes_dims"]), width=lambda config: config["model_dim"],
+    num_channels=lambda config: config["out_visual_dim"],
+    in_channels=lambda config: config["in_visual_dim"] * 2 + 1 if config["visual_cond"] else config["in_visual_dim"],
+    detection=Detection(
+        recognise=lambda shapes: has(KEY, PIXELS)(shapes) and shapes[PIXELS][1] != 64,
+        refusals=(needs_diffusers("0.36"),),
+        config=config_of(
+            in_visual_dim=lambda shapes: (shapes[PIXELS][1] // 4 - 1) // 2, visual_cond=True,
+            out_visual_dim=size("out_layer.out_layer.weight", 0, 4),
+            in_text_dim=size("text_embeddings.in_layer.weight", 1),
+            in_text_dim2=size("pooled_text_embeddings.in_layer.weight", 1),
+            time_dim=size("time_embeddings.in_layer.weight", 0),
+            patch_size=(1, 2, 2), model_dim=size(PIXELS, 0), axes_dims=_head_axes,
+            ff_dim=size("visual_transformer_blocks.0.feed_forward.in_layer.weight", 0),
+            num_text_blocks=blocks("text_transformer_blocks."), num_visual_blocks=blocks("visual_transformer_blocks.")),
+        convert=lambda tensors, config: dict(tensors)),
+    inputs=Inputs(
+        latent=LATENT,
+        conditioning={"context": "in_text_dim", "y": "in_text_dim2", "time_dim_replace": None, "rope_scales": None},
+        ignored=("attention_mask", "denoise_mask"),
+        arguments={"hidden_states": _latent, "encoder_hidden_states": from_conditioning("context"),
+                   "timestep": timestep(), "pooled_projections": from_conditioning("y"), "visual_rope_pos": _positions,
+                   "text_rope_pos": _text_positions}),
     plan=ModelPlan(
         blocks=(BlockList("visual_transformer_blocks", "visual_transformer_blocks.", "num_visual_blocks"),),
         streams={"visual_embed": "image"}, attention={"self_attention": ("image",)}, tokens={"rope": TABLE},
@@ -152,15 +160,11 @@ KANDINSKY5 = Family(
         cacheable={"visual_modulation": "step", "cross_attention.to_key": "step", "cross_attention.to_value": "step"},
         cacheable_outside={"text_embeddings": "run", "pooled_text_embeddings": "run",
                            "text_transformer_blocks": "step"}),
-    num_heads=lambda config: config["model_dim"] // sum(config["axes_dims"]), width=lambda config: config["model_dim"],
-    num_channels=lambda config: config["out_visual_dim"],
-    in_channels=lambda config: config["in_visual_dim"] * 2 + 1 if config["visual_cond"] else config["in_visual_dim"],
-    test_config=SmallConfig(
+    testing=SmallConfig(
         {"in_visual_dim": 4, "out_visual_dim": 4, "in_text_dim": 24, "in_text_dim2": 12, "time_dim": 20,
          "model_dim": 64, "ff_dim": 48, "num_text_blocks": 1, "num_visual_blocks": 4, "axes_dims": (4, 6, 6),
          "visual_cond": True},
         "comfy.ldm.kandinsky5.model:Kandinsky5",
         {"in_visual_dim": 16, "out_visual_dim": 16, "in_text_dim": 48, "in_text_dim2": 20, "time_dim": 32,
          "model_dim": 256, "ff_dim": 96, "visual_embed_dim": 132, "num_text_blocks": 1,
-         "num_visual_blocks": 3}, detected="Kandinsky5"),
-)
+         "num_visual_blocks": 3}, detected="Kandinsky5"))

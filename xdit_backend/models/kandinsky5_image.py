@@ -27,17 +27,21 @@ def _adapt(model, config):
         forward(hidden_states=hidden_states.unsqueeze(2), **inputs)[0].squeeze(2),)
 
 
-SMALL = KANDINSKY5.test_config
+SMALL = KANDINSKY5.testing
 
 KANDINSKY5_IMAGE = dataclasses.replace(
-    KANDINSKY5, name="Kandinsky 5 Image", title="Kandinsky 5 Image",
-    recognise=lambda shapes: has(KEY, PIXELS)(shapes) and shapes[PIXELS][1] == 64,
-    config=config_of(**KANDINSKY5.config.rules | {
-        "in_visual_dim": size(PIXELS, 1, 4), "visual_cond": False}),
-    latent=LATENT, adapt_model=_adapt, pixels=lambda config: (1, 8, 8),
-    conditioning={"context": "in_text_dim", "y": "in_text_dim2", "rope_scales": None},
-    arguments=KANDINSKY5.arguments | {"hidden_states": even_sides("Kandinsky 5", LATENT),
-                                      "visual_rope_pos": _positions},
-    test_config=SmallConfig(SMALL.config | {"visual_cond": False}, SMALL.native,
-                            SMALL.arguments | {"visual_embed_dim": 64, "rope_scale_factor": (1.0, 1.0, 1.0)},
-                            detected="Kandinsky5Image"))
+    KANDINSKY5, name="Kandinsky 5 Image", title="Kandinsky 5 Image", adapt_model=_adapt,
+    pixels=lambda config: (1, 8, 8),
+    detection=dataclasses.replace(
+        KANDINSKY5.detection,
+        recognise=lambda shapes: has(KEY, PIXELS)(shapes) and shapes[PIXELS][1] == 64,
+        config=config_of(**KANDINSKY5.detection.config.rules | {
+            "in_visual_dim": size(PIXELS, 1, 4), "visual_cond": False})),
+    inputs=dataclasses.replace(
+        KANDINSKY5.inputs,
+        latent=LATENT, conditioning={"context": "in_text_dim", "y": "in_text_dim2", "rope_scales": None},
+        arguments=KANDINSKY5.inputs.arguments | {"hidden_states": even_sides("Kandinsky 5", LATENT),
+                                                 "visual_rope_pos": _positions}),
+    testing=SmallConfig(SMALL.config | {"visual_cond": False}, SMALL.native,
+                        SMALL.arguments | {"visual_embed_dim": 64, "rope_scale_factor": (1.0, 1.0, 1.0)},
+                        detected="Kandinsky5Image"))

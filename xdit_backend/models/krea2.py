@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.inputs import (
     Packed,
     blocks,
@@ -124,40 +124,41 @@ def _beyond(arguments):
 
 
 KREA2 = Family(
-    name="Krea 2", title="Krea 2 Raw, Turbo", transformer="Krea2Transformer2DModel", latent=LATENT, time_scale=1.0,
-    recognise=has("txtfusion.projector.weight", "blocks.0.attn.gate.weight"), refusals=(needs_diffusers("0.39"),),
-    config=config_of(
-        in_channels=size("first.weight", 1), num_layers=blocks("blocks."), attention_head_dim=HEAD_SIZE,
-        num_attention_heads=_heads("wq"),
-        num_key_value_heads=_heads("wk"), intermediate_size=size("blocks.0.mlp.gate.weight", 0),
-        timestep_embed_dim=size("tmlp.0.weight", 1), text_hidden_dim=size("txtmlp.0.scale", 0),
-        num_text_layers=size("txtfusion.projector.weight", 1), text_num_attention_heads=_heads("wq", OF_TEXT),
-        text_num_key_value_heads=_heads("wk", OF_TEXT), text_intermediate_size=size(f"{OF_TEXT}.mlp.gate.weight", 0),
-        num_layerwise_text_blocks=blocks("txtfusion.layerwise_blocks."),
-        num_refiner_text_blocks=blocks("txtfusion.refiner_blocks."),
-        axes_dims_rope=_axes, rope_theta=1000.0, norm_eps=1e-5, _text_width=_text_width),
-    convert=_convert, adapt_model=_adapt, config_from_tensors=("_text_width",),
-    num_channels=lambda config: config["in_channels"] // 4,
-    num_key_heads=lambda config: config["num_key_value_heads"],
-    conditioning={"context": "_text_width", "ref_latents": None, "ref_latents_method": None},
-    unsupported_arguments=_beyond,
-    only_with={"ref_latents": "ref_latents_method"}, lengths={"reference": LATENT.num_reference_tokens},
-    choices={"ref_latents_method": dict.fromkeys(("index", "offset", "uxo"), "index") | {AT_ZERO: AT_ZERO}},
-    arguments={"hidden_states": _image, "timestep": timestep(), "encoder_hidden_states": _text,
-               "position_ids": _positions, "at_zero": _at_zero},
+    name="Krea 2", title="Krea 2 Raw, Turbo", transformer="Krea2Transformer2DModel", adapt_model=_adapt,
+    num_channels=lambda config: config["in_channels"] // 4, num_key_heads=lambda config: config["num_key_value_heads"],
     activation_factors={"alone": 12.75, "residual": 4.75, "whole": 7.75, "outside": 6.75, "held": 1.6, "block": 12.55,
                         "exchange": 12.4, "own": 0.0},
+    detection=Detection(
+        recognise=has("txtfusion.projector.weight", "blocks.0.attn.gate.weight"), refusals=(needs_diffusers("0.39"),),
+        config=config_of(
+            in_channels=size("first.weight", 1), num_layers=blocks("blocks."), attention_head_dim=HEAD_SIZE,
+            num_attention_heads=_heads("wq"),
+            num_key_value_heads=_heads("wk"), intermediate_size=size("blocks.0.mlp.gate.weight", 0),
+            timestep_embed_dim=size("tmlp.0.weight", 1), text_hidden_dim=size("txtmlp.0.scale", 0),
+            num_text_layers=size("txtfusion.projector.weight", 1), text_num_attention_heads=_heads("wq", OF_TEXT),
+            text_num_key_value_heads=_heads("wk", OF_TEXT),
+            text_intermediate_size=size(f"{OF_TEXT}.mlp.gate.weight", 0),
+            num_layerwise_text_blocks=blocks("txtfusion.layerwise_blocks."),
+            num_refiner_text_blocks=blocks("txtfusion.refiner_blocks."),
+            axes_dims_rope=_axes, rope_theta=1000.0, norm_eps=1e-5, _text_width=_text_width),
+        convert=_convert, config_from_tensors=("_text_width",)),
+    inputs=Inputs(
+        latent=LATENT, time_scale=1.0,
+        conditioning={"context": "_text_width", "ref_latents": None, "ref_latents_method": None}, unsupported=_beyond,
+        only_with={"ref_latents": "ref_latents_method"}, lengths={"reference": LATENT.num_reference_tokens},
+        choices={"ref_latents_method": dict.fromkeys(("index", "offset", "uxo"), "index") | {AT_ZERO: AT_ZERO}},
+        arguments={"hidden_states": _image, "timestep": timestep(), "encoder_hidden_states": _text,
+                   "position_ids": _positions, "at_zero": _at_zero}),
     plan=ModelPlan(
         takes_output_patches=True, blocks=(BlockList("transformer_blocks", "blocks.", returns=(ALL,)),),
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(0, ALL)},
         tp_plan=styled(COLWISE, "attn.to_gate", "ff.gate", "ff.up") | {"ff.down": ROWWISE},
         cacheable_outside={"text_fusion": "run", "txt_in": "run", "time_mod_proj": "step"}),
-    test_config=SmallConfig(
+    testing=SmallConfig(
         {"in_channels": 16, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,
          "num_key_value_heads": 2, "intermediate_size": 96, "timestep_embed_dim": 32, "text_hidden_dim": 24,
          "num_text_layers": 3, "text_num_attention_heads": 2, "text_num_key_value_heads": 2,
          "text_intermediate_size": 32, "axes_dims_rope": (4, 6, 6), "_text_width": 72},
         "comfy.ldm.krea2.model:SingleStreamDiT",
         {"features": 256, "heads": 8, "kvheads": 4, "layers": 2, "channels": 16, "tdim": 64, "txtdim": 64,
-         "txtlayers": 3, "txtheads": 4, "txtkvheads": 4, "multiplier": 2}, frames=1, detected="Krea2"),
-)
+         "txtlayers": 3, "txtheads": 4, "txtkvheads": 4, "multiplier": 2}, frames=1, detected="Krea2"))

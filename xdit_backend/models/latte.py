@@ -2,7 +2,7 @@
 position. ComfyUI has no model of it."""
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, Sampled, SmallConfig
+from .common.family import Detection, Family, Inputs, Sampled, SmallConfig
 from .common.inputs import (
     ALL_FRAMES,
     PerFrame,
@@ -61,33 +61,34 @@ def _adapt(model, config):
 
 
 LATTE = Family(
-    name="Latte", title="Latte", transformer="LatteTransformer3DModel",
-    recognise=has("temporal_transformer_blocks.0.attn1.to_q.weight", "adaln_single.linear.weight"),
-    refusals=(folder_alone,),
-    config=config_of(
-        patch_size=2, norm_type="ada_norm_single", activation_fn="gelu-approximate", norm_elementwise_affine=False,
-        sample_size=in_config_json,
-        in_channels=in_config_json, out_channels=in_config_json, num_layers=in_config_json,
-        num_attention_heads=in_config_json, attention_head_dim=in_config_json,
-        attention_bias=in_config_json,
-        attention_type=in_config_json, caption_channels=in_config_json, cross_attention_dim=in_config_json,
-        norm_eps=in_config_json, norm_num_groups=in_config_json,
-        num_embeds_ada_norm=in_config_json, video_length=in_config_json, dropout=in_config_json),
-    convert=lambda tensors, config: tensors, latent=LATENT, adapt_model=_adapt,
+    name="Latte", title="Latte", transformer="LatteTransformer3DModel", adapt_model=_adapt,
     sampled=Sampled("EPS", {"beta_schedule": "sqrt_linear", "linear_start": 0.0001, "linear_end": 0.02}, "SD15", {
         "latent_dimensions": 3}, memory=0.5),
-    num_channels=lambda config: config["in_channels"],         # the other half of the channels is the variance
-    conditioning={"context": "caption_channels"},
-    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
-               "enable_temporal_attentions": False},
+    num_channels=lambda config: config["in_channels"],
     activation_factors={"residual": 7.65, "held": 1.45, "block": 15.2, "exchange": 14.3, "own": 0.1},
+    detection=Detection(
+        recognise=has("temporal_transformer_blocks.0.attn1.to_q.weight", "adaln_single.linear.weight"),
+        refusals=(folder_alone,),
+        config=config_of(
+            patch_size=2, norm_type="ada_norm_single", activation_fn="gelu-approximate", norm_elementwise_affine=False,
+            sample_size=in_config_json,
+            in_channels=in_config_json, out_channels=in_config_json, num_layers=in_config_json,
+            num_attention_heads=in_config_json, attention_head_dim=in_config_json,
+            attention_bias=in_config_json,
+            attention_type=in_config_json, caption_channels=in_config_json, cross_attention_dim=in_config_json,
+            norm_eps=in_config_json, norm_num_groups=in_config_json,
+            num_embeds_ada_norm=in_config_json, video_length=in_config_json, dropout=in_config_json),
+        convert=lambda tensors, config: tensors),
+    inputs=Inputs(
+        latent=LATENT, conditioning={"context": "caption_channels"},
+        arguments={"hidden_states": _latent, "timestep": timestep(),
+                   "encoder_hidden_states": from_conditioning("context"), "enable_temporal_attentions": False}),
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", paired="temporal_transformer_blocks"),),
         streams={"hidden_states": "image"}, attention={"attn1": ("image",)}, positions={"pos_embed": embedded},
         cacheable={"attn2.to_k": "run", "attn2.to_v": "run"}, cacheable_outside={"caption_projection": "run"}),
-    test_config=SmallConfig({"in_channels": 4, "out_channels": 8, "num_attention_heads": 4, "attention_head_dim": 8,
-                             "num_layers": 4, "patch_size": 2, "sample_size": 8, "cross_attention_dim": 32,
-                             "caption_channels": 24, "attention_bias": True, "video_length": 3,
-                             "activation_fn": "gelu-approximate", "norm_type": "ada_norm_single",
-                             "norm_elementwise_affine": False, "norm_eps": 1e-6, "num_embeds_ada_norm": 1000}),
-)
+    testing=SmallConfig({"in_channels": 4, "out_channels": 8, "num_attention_heads": 4, "attention_head_dim": 8,
+                         "num_layers": 4, "patch_size": 2, "sample_size": 8, "cross_attention_dim": 32,
+                         "caption_channels": 24, "attention_bias": True, "video_length": 3,
+                         "activation_fn": "gelu-approximate", "norm_type": "ada_norm_single",
+                         "norm_elementwise_affine": False, "norm_eps": 1e-6, "num_embeds_ada_norm": 1000}))

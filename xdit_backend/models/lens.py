@@ -5,7 +5,7 @@ from types import MethodType
 
 import torch
 
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.inputs import Unpacked, blocks, config_of, has, optional_size, size, text_mask
 from .common.native_module import native_arguments, same_names
 from .common.plan import BlockList, ModelPlan, TokenArgument
@@ -58,24 +58,26 @@ SMALL = {"in_channels": 16, "out_channels": 4, "num_layers": 4, "attention_head_
          "selected_layer_index": (0, 1, 2), "_text_width": 72}
 
 LENS = Family(
-    name="Lens", title="Lens", transformer=NATIVE,
-    recognise=has(NORM, "transformer_blocks.0.attn.img_qkv.weight", "transformer_blocks.0.img_mlp.w1.weight"),
-    config=config_of(
-        in_channels=size("img_in.weight", 1), out_channels=size("proj_out.weight", 0, 4),
-        num_layers=blocks("transformer_blocks."), attention_head_dim=size(NORM, 0),
-        num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // shapes[NORM][0],
-        enc_hidden_dim=lambda shapes: (optional_size("txt_norm.0.weight", 0)(shapes)
-                                       or shapes["txt_norm.weight"][0]),
-        axes_dims_rope=lambda shapes: (8, 28, 28) if shapes[NORM][0] == 64 else (shapes[NORM][0] // 3,) * 3,
-        multi_layer_encoder_feature=lambda shapes: _text_norms(shapes) > 0,
-        selected_layer_index=lambda shapes: tuple(range(_text_norms(shapes) or 1)),
-        _text_width=size("txt_in.weight", 1)),
-    convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",), adapt_model=_adapt,
-    conditioning={"context": "_text_width", "attention_mask": None},
-    arguments=native_arguments(LATENT, "context", attention_mask=_mask),
+    name="Lens", title="Lens", transformer=NATIVE, unsupported_dtypes=("float16",), adapt_model=_adapt,
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
     activation_factors={"alone": 11.1, "residual": 5.95, "whole": 7.95, "outside": 5.5, "held": 1.35, "block": 10.6,
                         "exchange": 15.55, "own": 0.55},
+    detection=Detection(
+        recognise=has(NORM, "transformer_blocks.0.attn.img_qkv.weight", "transformer_blocks.0.img_mlp.w1.weight"),
+        config=config_of(
+            in_channels=size("img_in.weight", 1), out_channels=size("proj_out.weight", 0, 4),
+            num_layers=blocks("transformer_blocks."), attention_head_dim=size(NORM, 0),
+            num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // shapes[NORM][0],
+            enc_hidden_dim=lambda shapes: (optional_size("txt_norm.0.weight", 0)(shapes)
+                                           or shapes["txt_norm.weight"][0]),
+            axes_dims_rope=lambda shapes: (8, 28, 28) if shapes[NORM][0] == 64 else (shapes[NORM][0] // 3,) * 3,
+            multi_layer_encoder_feature=lambda shapes: _text_norms(shapes) > 0,
+            selected_layer_index=lambda shapes: tuple(range(_text_norms(shapes) or 1)),
+            _text_width=size("txt_in.weight", 1)),
+        convert=same_names),
+    inputs=Inputs(
+        latent=LATENT, time_scale=1.0, conditioning={"context": "_text_width", "attention_mask": None},
+        arguments=native_arguments(LATENT, "context", attention_mask=_mask)),
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", "image"), image_fraction=0.5,
                           patched="double"),),
@@ -84,8 +86,7 @@ LENS = Family(
         positions={"pos_embed": _positions}, cacheable={"img_mod.1": "step", "txt_mod.1": "step"},
         tp_plan={"attn.*_qkv": QKV, "*_mlp.w1": COLWISE, "*_mlp.w3": COLWISE, "*_mlp.w2": ROWWISE},
         cacheable_outside={"txt_in": "run"}),
-    test_config=SmallConfig(SMALL, NATIVE, {name: value for name, value in SMALL.items() if not name.startswith("_")}
-                            | {"in_channels": 128, "out_channels": 32, "attention_head_dim": 96,
-                               "axes_dims_rope": (32, 32, 32)},
-                            detected="Lens"),
-)
+    testing=SmallConfig(SMALL, NATIVE, {name: value for name, value in SMALL.items() if not name.startswith("_")}
+                        | {"in_channels": 128, "out_channels": 32, "attention_head_dim": 96,
+                           "axes_dims_rope": (32, 32, 32)},
+                        detected="Lens"))

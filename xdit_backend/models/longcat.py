@@ -6,7 +6,7 @@ import dataclasses
 import torch
 
 from ..memory.staging import on_device
-from .common.family import SmallConfig
+from .common.family import Inputs, SmallConfig, derived
 from .common.inputs import config_of, from_conditioning, has, timestep
 from .common.key_mapping import table
 from .flux import BLOCKS, FLUX, LATENT
@@ -43,18 +43,29 @@ def _image_positions(call):
                                               call.latent.device)
 
 
+class _Inputs(Inputs):
+    def rope_options(self, conditioning):
+        return _shifts(conditioning)
+
+
 LONGCAT = dataclasses.replace(
     FLUX, name="LongCat-Image", title="LongCat-Image", transformer="LongCatImageTransformer2DModel", cfg="yes",
-    recognise=lambda shapes: BLOCKS(shapes) and not has("vector_in.")(shapes)
-    and shapes.get("txt_in.weight", ())[1:] == (WIDTH,), config=config_of(**_of_longcat(FLUX.config.rules)),
-    convert=lambda tensors, config: FLUX.convert(KEYS(tensors, config), config), adapt_model=lambda model, config: None,
-    num_channels=lambda config: config["in_channels"] // 4,
-    rope_options=_shifts, conditioning={"context": "joint_attention_dim", "ref_latents": None,
-                                        "ref_latents_method": None, "rope_scales": None},
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
-               "img_ids": _image_positions, "txt_ids": _text_positions},
+    adapt_model=lambda model, config: None, num_channels=lambda config: config["in_channels"] // 4,
+    detection=dataclasses.replace(
+        FLUX.detection,
+        recognise=lambda shapes: BLOCKS(shapes) and not has("vector_in.")(shapes)
+        and shapes.get("txt_in.weight", ())[1:] == (WIDTH,),
+        config=config_of(**_of_longcat(FLUX.detection.config.rules)),
+        convert=lambda tensors, config: FLUX.detection.convert(KEYS(tensors, config), config)),
+    inputs=derived(
+        _Inputs, FLUX.inputs,
+        conditioning={"context": "joint_attention_dim", "ref_latents": None,
+                      "ref_latents_method": None, "rope_scales": None},
+        arguments={"hidden_states": LATENT, "timestep": timestep(),
+                   "encoder_hidden_states": from_conditioning("context"),
+                   "img_ids": _image_positions, "txt_ids": _text_positions}),
     plan=dataclasses.replace(FLUX.plan, full_precision_inputs={"time_embed": (("timestep",), 1000.0)}),
-    test_config=SmallConfig(
-        _of_longcat(FLUX.test_config.config), FLUX.test_config.native,
-        FLUX.test_config.arguments | {"vec_in_dim": None, "context_in_dim": WIDTH, "guidance_embed": False,
-                                      "txt_ids_dims": [1, 2]}))
+    testing=SmallConfig(
+        _of_longcat(FLUX.testing.config), FLUX.testing.native,
+        FLUX.testing.arguments | {"vec_in_dim": None, "context_in_dim": WIDTH, "guidance_embed": False,
+                                  "txt_ids_dims": [1, 2]}))

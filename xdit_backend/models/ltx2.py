@@ -7,7 +7,7 @@ A latent has two components, or the video alone. Conditioning frames and guides 
 import dataclasses
 
 from ..protocol.errors import CheckpointError
-from .common.family import Components, SmallConfig
+from .common.family import Components, Detection, Family, SmallConfig, derived
 from .common.forward_state import ForwardValue
 from .common.inputs import because, config_of, from_conditioning, has
 from .common.key_mapping import table
@@ -124,49 +124,65 @@ def _adapt(model, config):
         at_starts(model.audio_rope)
 
 
-LTX2 = dataclasses.replace(
-    LTX, name="LTX-2", title="LTX-2 video and audio", transformer="LTX2VideoTransformer3DModel",
-    recognise=lambda shapes: IS_LTX(shapes) and has("audio_adaln_single.linear.weight")(shapes),
-    refusals=(because("it lacks the attention layers between video and audio", _lacks_audio),
-              because("it projects its text by one layer before the connectors", _projects_early)),
-    config=config_of(
-        **{name: rule for name, rule in LTX.config.rules.items()
-           if name != "caption_channels"},
-        **RULES, caption_channels=lambda shapes: _text_width(shapes) // 2, _text_width=_text_width),
-    settings=LTX.settings | SETTINGS, convert=KEYS, adapt_model=_adapt, config_from_tensors=("_text_width",),
-    folder=FOLDER, text_prefixes=TEXT_PREFIXES,
-    conditioning=LTX.conditioning | {"context": "_text_width", "ref_audio": None, AGAIN: None, ISOLATED: None,
-                                     "generated_keyframes": None}, counts=("generated_keyframes",),
-    unfold=lambda conditioning: unfold(LTX.unfold(conditioning)), ignored=(*LTX.ignored, "audio_denoise_mask"),
-    components=Components({"audio": unpack_audio}, split_components, call_shapes,
-                          options=("a2v_cross_attn", "v2a_cross_attn", "stg_self_attn_blocks")),
-    lengths={"audio": num_audio},
-    stream_widths={"audio": "audio_cross_attention_dim"}, arguments=LTX.arguments | ARGUMENTS | {
-        "encoder_hidden_states": lambda call: _text(call)[0],
-        "audio_encoder_hidden_states": lambda call: _text(call)[1],
-        "is_normed_again": lambda call: AGAIN in call.conditioning,
-        "video_coords": _coordinates, "video_keyframes_mask": with_marker},
+class _Plan(ModelPlan):
+    cross_attention = {"audio_to_video_attn": (VIDEO, AUDIO), "video_to_audio_attn": (AUDIO, VIDEO)}
+
+
+class _LTX2(Family):
+    stream_widths = {"audio": "audio_cross_attention_dim"}
+
+
+class _Detection(Detection):
+    settings = LTX.detection.settings | SETTINGS
+    text_prefixes = TEXT_PREFIXES
+
+
+LTX2 = derived(
+    _LTX2, LTX, name="LTX-2", title="LTX-2 video and audio", transformer="LTX2VideoTransformer3DModel",
+    adapt_model=_adapt,
     activation_factors={"alone": 21.5, "residual": 12.6, "whole": 17.5, "outside": 9.4, "held": 7.45, "block": 13.7,
                         "exchange": 12.7, "keys": 3.0},
-    plan=ModelPlan(
+    detection=_Detection(
+        recognise=lambda shapes: IS_LTX(shapes) and has("audio_adaln_single.linear.weight")(shapes),
+        refusals=(because("it lacks the attention layers between video and audio", _lacks_audio),
+                  because("it projects its text by one layer before the connectors", _projects_early)),
+        config=config_of(
+            **{name: rule for name, rule in LTX.detection.config.rules.items()
+               if name != "caption_channels"},
+            **RULES, caption_channels=lambda shapes: _text_width(shapes) // 2, _text_width=_text_width),
+        convert=KEYS, config_from_tensors=("_text_width",), folder=FOLDER),
+    inputs=dataclasses.replace(
+        LTX.inputs,
+        conditioning=LTX.inputs.conditioning | {"context": "_text_width", "ref_audio": None, AGAIN: None,
+                                                ISOLATED: None, "generated_keyframes": None},
+        counts=("generated_keyframes",), unfold=lambda conditioning: unfold(LTX.inputs.unfold(conditioning)),
+        ignored=(*LTX.inputs.ignored, "audio_denoise_mask"),
+        components=Components({"audio": unpack_audio}, split_components, call_shapes,
+                              options=("a2v_cross_attn", "v2a_cross_attn", "stg_self_attn_blocks")),
+        lengths={"audio": num_audio},
+        arguments=LTX.inputs.arguments | ARGUMENTS | {
+            "encoder_hidden_states": lambda call: _text(call)[0],
+            "audio_encoder_hidden_states": lambda call: _text(call)[1],
+            "is_normed_again": lambda call: AGAIN in call.conditioning,
+            "video_coords": _coordinates, "video_keyframes_mask": with_marker}),
+    plan=_Plan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("image", "audio"), image_fraction=0.78,
                           patched="double"),),
         streams={"hidden_states": "image", "audio_hidden_states": "audio"}, outputs=("image", "audio"), needs_text=True,
         attention={"attn1": VIDEO, "audio_attn1": AUDIO},
-        cross_attention={"audio_to_video_attn": (VIDEO, AUDIO), "video_to_audio_attn": (AUDIO, VIDEO)}, tokens=TOKENS,
-        tp_plan={"*attn*.to_gate_logits": COLWISE}, of_heads=("query_rotary_emb", "key_rotary_emb"),
+        tokens=TOKENS, tp_plan={"*attn*.to_gate_logits": COLWISE}, of_heads=("query_rotary_emb", "key_rotary_emb"),
         cacheable={f"{name}.to_{kind}": "step" for name in ("attn2", "audio_attn2") for kind in "kv"},
         cacheable_outside={"caption_projection": "run", "audio_caption_projection": "run"}),
-    test_config=SmallConfig(
-        LTX.test_config.config | {f"_{name}": value
-                                  for name, value in ({name: values[0] for name,
-                                                       values in SETTINGS.items()} | PUBLISHED_SETTINGS).items()}
+    testing=SmallConfig(
+        LTX.testing.config | {f"_{name}": value
+                              for name, value in ({name: values[0] for name,
+                                                   values in SETTINGS.items()} | PUBLISHED_SETTINGS).items()}
         | {
             "_text_width": 48, "use_prompt_embeddings": True, "gated_attn": False, "num_layers": 3,
             "audio_in_channels": 32,
             "audio_out_channels": 32, "audio_num_attention_heads": 4, "audio_attention_head_dim": 4,
             "audio_cross_attention_dim": 16},
-        "comfy.ldm.lightricks.av_model:LTXAVModel", LTX.test_config.arguments | PUBLISHED_SETTINGS | {
+        "comfy.ldm.lightricks.av_model:LTXAVModel", LTX.testing.arguments | PUBLISHED_SETTINGS | {
             "audio_attention_head_dim": 4, "audio_cross_attention_dim": 128, "caption_channels": 24,
             "connector_attention_head_dim": 4, "connector_num_attention_heads": 6, "connector_num_layers": 1},
         more={"apply_gated_attention": True, "cross_attention_adaln": True}))

@@ -5,7 +5,7 @@ from types import MethodType
 
 import torch
 
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.inputs import Unpacked, blocks, config_of, has, size
 from .common.native_module import batched_references, native_arguments, num_reference_tokens, same_names
 from .common.plan import BlockList, ModelPlan, TokenArgument
@@ -57,28 +57,29 @@ SMALL = {"in_channels": 4, "out_channels": 4, "num_layers": 4, "attention_head_d
          "joint_attention_dim": 24, "axes_dims_rope": (4, 6, 6)}
 
 MAGE_FLOW = Family(
-    name="Mage-Flow", title="Mage-Flow, Mage-Flow-Edit", transformer=NATIVE,
-    recognise=lambda shapes: NAMES(shapes) and is_mage_flow(shapes),
-    config=config_of(
-        in_channels=size("img_in.weight", 1), out_channels=size("proj_out.weight", 0),
-        num_layers=blocks("transformer_blocks."), attention_head_dim=size(NORM, 0),
-        num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // shapes[NORM][0],
-        joint_attention_dim=size("txt_in.weight", 1),
-        axes_dims_rope=_axes),
-    convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",), adapt_model=_adapt,
-    conditioning={"context": "joint_attention_dim", "ref_latents": None},
-    lengths={"reference": num_reference_tokens(LATENT)}, ignored=("ref_latents_method",),
-    arguments=native_arguments(LATENT, "context", ref_latents=batched_references),
-    num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
+    name="Mage-Flow", title="Mage-Flow, Mage-Flow-Edit", transformer=NATIVE, unsupported_dtypes=("float16",),
+    adapt_model=_adapt, num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
     activation_factors={"alone": 11.3, "residual": 3.37, "whole": 5.0, "outside": 2.6, "held": 1.33, "block": 10.67,
                         "exchange": 15.87, "attends": 7.96, "entered": 1.08},
+    detection=Detection(
+        recognise=lambda shapes: NAMES(shapes) and is_mage_flow(shapes),
+        config=config_of(
+            in_channels=size("img_in.weight", 1), out_channels=size("proj_out.weight", 0),
+            num_layers=blocks("transformer_blocks."), attention_head_dim=size(NORM, 0),
+            num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // shapes[NORM][0],
+            joint_attention_dim=size("txt_in.weight", 1),
+            axes_dims_rope=_axes),
+        convert=same_names),
+    inputs=Inputs(
+        latent=LATENT, time_scale=1.0, conditioning={"context": "joint_attention_dim", "ref_latents": None},
+        lengths={"reference": num_reference_tokens(LATENT)}, ignored=("ref_latents_method",),
+        arguments=native_arguments(LATENT, "context", ref_latents=batched_references)),
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", IMAGES), image_fraction=0.5,
                           control="input", patched="double"),),
         streams={"hidden_states": IMAGES, "encoder_hidden_states": "text"}, attention={"attn": ALL},
         needs_text=True, tokens={"image_rotary_emb": TokenArgument(2, ALL)}, positions={"process_img": _positions},
         cacheable={"img_mod.1": "step", "txt_mod.1": "step"}, cacheable_outside={"txt_in": "run"}),
-    test_config=SmallConfig(SMALL, NATIVE, SMALL | {"in_channels": 128, "out_channels": 128,
-                                                    "joint_attention_dim": 2560},
-                            detected="MageFlow"),
-)
+    testing=SmallConfig(SMALL, NATIVE, SMALL | {"in_channels": 128, "out_channels": 128,
+                                                "joint_attention_dim": 2560},
+                        detected="MageFlow"))

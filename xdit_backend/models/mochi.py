@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import UnsupportedError
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.inputs import (
     Unpacked,
     all_text,
@@ -133,20 +133,29 @@ def _thin(model):
                                  device=wide.w1.weight.device, dtype=wide.w1.weight.dtype, operations=torch.nn)
 
 
-MOCHI = Family(
-    name="Mochi", title="Mochi", transformer="MochiTransformer3DModel",
-    recognise=has("t5_yproj.weight", "pos_frequencies"), config=config_of(
-        patch_size=2, in_channels=size("x_embedder.proj.weight", 1), num_attention_heads=size("pos_frequencies", 1),
-        attention_head_dim=lambda shapes: 2 * shapes["pos_frequencies"][2], num_layers=blocks("blocks."),
-        pooled_projection_dim=size("t5_yproj.weight", 0), text_embed_dim=size("t5_yproj.weight", 1),
-        time_embed_dim=size("t_embedder.mlp.0.weight", 1)),
-    convert=_convert, latent=LATENT, adapt_model=_adapt, sign=-1.0, time_scale=1.0, pixels=lambda config: (6, 8, 8),
-    conditioning={"context": "text_embed_dim", "attention_mask": None, "num_tokens": None},
-    lengths={"text": _num_text_tokens}, stream_widths={"text": "pooled_projection_dim"},
-    arguments={"hidden_states": even_sides("Mochi", LATENT), "encoder_hidden_states": _text,
-               "timestep": lambda call: 1000 * (1 - call.timestep), "encoder_attention_mask": _pooled_text},
+class _Mochi(Family):
+    stream_widths = {"text": "pooled_projection_dim"}
+
+
+MOCHI = _Mochi(
+    name="Mochi", title="Mochi", transformer="MochiTransformer3DModel", adapt_model=_adapt,
+    pixels=lambda config: (6, 8, 8),
     activation_factors={"alone": 16.6, "residual": 5.0, "whole": 8.2, "outside": 4.0, "held": 2.0, "block": 13.6,
                         "exchange": 13.0, "own": 0.0},
+    detection=Detection(
+        recognise=has("t5_yproj.weight", "pos_frequencies"),
+        config=config_of(
+            patch_size=2, in_channels=size("x_embedder.proj.weight", 1), num_attention_heads=size("pos_frequencies", 1),
+            attention_head_dim=lambda shapes: 2 * shapes["pos_frequencies"][2], num_layers=blocks("blocks."),
+            pooled_projection_dim=size("t5_yproj.weight", 0), text_embed_dim=size("t5_yproj.weight", 1),
+            time_embed_dim=size("t_embedder.mlp.0.weight", 1)),
+        convert=_convert),
+    inputs=Inputs(
+        latent=LATENT, sign=-1.0, time_scale=1.0,
+        conditioning={"context": "text_embed_dim", "attention_mask": None, "num_tokens": None},
+        lengths={"text": _num_text_tokens},
+        arguments={"hidden_states": even_sides("Mochi", LATENT), "encoder_hidden_states": _text,
+                   "timestep": lambda call: 1000 * (1 - call.timestep), "encoder_attention_mask": _pooled_text}),
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "blocks.", returns=BOTH, image_fraction=0.7, patched="double"),),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn1": BOTH},
@@ -154,11 +163,10 @@ MOCHI = Family(
         positions={"rope": Cut(TABLE, _full_counts)},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step"},
         cacheable_outside={"time_embed.pooler": "run", "time_embed.caption_proj": "run"}),
-    test_config=SmallConfig(
+    testing=SmallConfig(
         {"patch_size": 2, "in_channels": 4, "num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 4,
          "pooled_projection_dim": 32, "text_embed_dim": 24, "time_embed_dim": 16},
         "comfy.ldm.genmo.joint_model.asymm_models_joint:AsymmDiTJoint",
         {"depth": 3, "patch_size": 2, "num_heads": 6, "hidden_size_x": 192, "hidden_size_y": 96, "mlp_ratio_x": 64.0,
          "mlp_ratio_y": 4.0, "learn_sigma": False, "in_channels": 12, "qk_norm": True, "qkv_bias": False,
-         "timestep_scale": 1000.0, "use_t5": True, "t5_feat_dim": 64}, detected="GenmoMochi", thin=_thin),
-)
+         "timestep_scale": 1000.0, "use_t5": True, "t5_feat_dim": 64}, detected="GenmoMochi", thin=_thin))

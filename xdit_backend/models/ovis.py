@@ -3,7 +3,7 @@ diagonal."""
 
 import dataclasses
 
-from .common.family import FolderRules, SmallConfig
+from .common.family import FolderRules, Inputs, SmallConfig, derived
 from .common.inputs import config_of, has, size
 from .common.key_mapping import table
 from .common.split_linear import split_linears
@@ -27,18 +27,23 @@ def _adapt(model, config):
 
 
 OVIS = dataclasses.replace(
-    LONGCAT, name="Ovis-Image", title="Ovis-Image", transformer="OvisImageTransformer2DModel",
-    recognise=lambda shapes: BLOCKS(shapes) and has("txt_norm.", "double_blocks.0.img_mlp.gate_proj.weight")(shapes),
-    config=config_of(**LONGCAT.config.rules | {
-        "out_channels": size("final_layer.linear.weight", 0)}),
-    convert=lambda tensors, config: FLUX.convert(KEYS(tensors, config), config), adapt_model=_adapt,
-    folder=FolderRules(split_linears=GATED),
-    rope_options=FLUX.rope_options, ignored=("y", "guidance"),
-    num_channels=FLUX.num_channels, arguments=LONGCAT.arguments | {"img_ids": LATENT.positions},
+    LONGCAT, name="Ovis-Image", title="Ovis-Image", transformer="OvisImageTransformer2DModel", adapt_model=_adapt,
+    num_channels=FLUX.num_channels,
     activation_factors=FLUX.activation_factors | {"alone": 25.3, "residual": 3.3, "whole": 9.75, "held": 0.25,
                                                   "block": 25.1, "exchange": 27.2},
+    detection=dataclasses.replace(
+        LONGCAT.detection,
+        recognise=lambda shapes: BLOCKS(shapes) and has("txt_norm.",
+                                                        "double_blocks.0.img_mlp.gate_proj.weight")(shapes),
+        config=config_of(**LONGCAT.detection.config.rules | {
+            "out_channels": size("final_layer.linear.weight", 0)}),
+        convert=lambda tensors, config: FLUX.detection.convert(KEYS(tensors, config), config),
+        folder=FolderRules(split_linears=GATED)),
+    inputs=derived(
+        Inputs, LONGCAT.inputs, ignored=("y", "guidance"),
+        arguments=LONGCAT.inputs.arguments | {"img_ids": LATENT.positions}),
     plan=dataclasses.replace(FLUX.plan, full_precision_inputs={"time_proj": (("timestep",), 1000.0)},
                              tp_plan=FLUX.plan.tp_plan | {"*.net.0.proj.*": COLWISE},
                              cacheable_outside={"context_embedder_norm": "run", "context_embedder": "run"}),
-    test_config=SmallConfig(LONGCAT.test_config.config, FLUX.test_config.native,
-                            LONGCAT.test_config.arguments | {"context_in_dim": 64, "yak_mlp": True, "txt_norm": True}))
+    testing=SmallConfig(LONGCAT.testing.config, FLUX.testing.native,
+                        LONGCAT.testing.arguments | {"context_in_dim": 64, "yak_mlp": True, "txt_norm": True}))

@@ -97,29 +97,32 @@ OWN = {"lq_latent_channels": 4, "lq_hidden_dim": 32, "lq_num_res_blocks": 2, "lq
 
 PID = dataclasses.replace(
     PIXELDIT, name="PiD", title="PiD, PiD 1.5 (pixels of a latent)", transformer=NATIVE, adapt_model=_adapt,
-    recognise=has(LQ, "pixel_embedder.proj.weight", "patch_blocks.0.attn.qkv_x.weight"),
-    config=config_of(
-        **RULES, lq_latent_channels=_channels, lq_hidden_dim=size(LQ, 0), lq_interval=_interval,
-        lq_num_res_blocks=lambda shapes: blocks("lq_proj.latent_proj.")(shapes) - 2,
-        latent_spatial_down_factor=lambda shapes: 16 if _channels(shapes) >= 64 else 8,
-        lq_latent_unpatchify_factor=lambda shapes: 2 if _channels(shapes) != shapes[LQ][1] else 1,
-        lq_gate_per_token=lambda shapes: shapes[PER_TOKEN][0] == 1, pit_lq_inject=IS_NEWER,
-        lq_conv_padding_mode=lambda shapes: "replicate" if IS_NEWER(shapes) else "zeros",
-        rope_ref_h=lambda shapes: 2048 if IS_NEWER(shapes) else 1024,
-        rope_ref_w=lambda shapes: 2048 if IS_NEWER(shapes) else 1024),
-    conditioning=PIXELDIT.conditioning | {"lq_latent": None, "degrade_sigma": None},
-    arguments=native_arguments(LATENT, "context", "degrade_sigma", times="timesteps", lq_latent=_low,
-                               transformer_options=moves),
     activation_factors={"alone": 38.7, "residual": 38.66, "held": 13.15, "block": 25.5, "own": 3.5, "outside": 25.55,
                         "once": 10.5, "keys": 1.94, "shared": 0.28},
+    detection=dataclasses.replace(
+        PIXELDIT.detection,
+        recognise=has(LQ, "pixel_embedder.proj.weight", "patch_blocks.0.attn.qkv_x.weight"),
+        config=config_of(
+            **RULES, lq_latent_channels=_channels, lq_hidden_dim=size(LQ, 0), lq_interval=_interval,
+            lq_num_res_blocks=lambda shapes: blocks("lq_proj.latent_proj.")(shapes) - 2,
+            latent_spatial_down_factor=lambda shapes: 16 if _channels(shapes) >= 64 else 8,
+            lq_latent_unpatchify_factor=lambda shapes: 2 if _channels(shapes) != shapes[LQ][1] else 1,
+            lq_gate_per_token=lambda shapes: shapes[PER_TOKEN][0] == 1, pit_lq_inject=IS_NEWER,
+            lq_conv_padding_mode=lambda shapes: "replicate" if IS_NEWER(shapes) else "zeros",
+            rope_ref_h=lambda shapes: 2048 if IS_NEWER(shapes) else 1024,
+            rope_ref_w=lambda shapes: 2048 if IS_NEWER(shapes) else 1024)),
+    inputs=dataclasses.replace(
+        PIXELDIT.inputs,
+        conditioning=PIXELDIT.inputs.conditioning | {"lq_latent": None, "degrade_sigma": None},
+        arguments=native_arguments(LATENT, "context", "degrade_sigma", times="timesteps", lq_latent=_low,
+                                   transformer_options=moves)),
     plan=dataclasses.replace(
         PIXELDIT.plan, blocks=tuple(
             dataclasses.replace(list_, file_prefix=f"{list_.name}.") for list_ in PIXELDIT.plan.blocks),
         positions=PIXELDIT.plan.positions | {"lq_proj": _for_full_image},
         cacheable_outside=PIXELDIT.plan.cacheable_outside | {"lq_proj.latent_proj": "run"}),
-    test_config=SmallConfig(SMALL | OWN | NEWER, NATIVE,
-                            PIXELDIT.test_config.arguments | OWN | NEWER | {"lq_latent_channels": 16},
-                            in_file=lambda tensors: in_file(tensors, prefix=""),
-                            detected="PiD", input_shapes={"lq_latent": _of_latent,
-                                                          "degrade_sigma": lambda config, shape, tokens: shape[:1]}),
-)
+    testing=SmallConfig(SMALL | OWN | NEWER, NATIVE,
+                        PIXELDIT.testing.arguments | OWN | NEWER | {"lq_latent_channels": 16},
+                        in_file=lambda tensors: in_file(tensors, prefix=""),
+                        detected="PiD", input_shapes={"lq_latent": _of_latent,
+                                                      "degrade_sigma": lambda config, shape, tokens: shape[:1]}))

@@ -5,7 +5,7 @@ import math
 import torch
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.inputs import Unpacked, because, blocks, config_of, from_conditioning, has, size, timestep
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan
@@ -76,33 +76,36 @@ def _positions(latent, patch, config):
 
 
 PIXART = Family(
-    name="PixArt-Sigma", title="PixArt-Sigma", transformer="PixArtTransformer2DModel",
-    recognise=lambda shapes: has("t_block.1.weight", "y_embedder.y_proj.fc1.weight")(shapes)
-    and not has("ar_embedder.")(shapes),
-    refusals=(because("its table of positions is for less than 512 pixels, which ComfyUI's model does not support "
-                      "either",
-                      lambda shapes: _scale(shapes) == 0),),
-    config=config_of(
-        interpolation_scale=_scale, sample_size=128, patch_size=2, in_channels=size("x_embedder.proj.weight", 1),
-        out_channels=size("final_layer.linear.weight", 0, 4), num_layers=blocks("blocks."),
-        num_attention_heads=16, attention_head_dim=size("x_embedder.proj.weight", 0, 16),
-        cross_attention_dim=size("x_embedder.proj.weight", 0), caption_channels=size("y_embedder.y_proj.fc1.weight", 1),
-        attention_bias=True, activation_fn="gelu-approximate", num_embeds_ada_norm=1000, norm_type="ada_norm_single",
-        norm_elementwise_affine=False, norm_eps=1e-6, use_additional_conditions=False),
-    convert=KEYS, latent=LATENT, adapt_model=_adapt, config_from_tensors=("interpolation_scale", "sample_size"),
-    keep_in_compute_dtype=("scale_shift_table",),
-    num_channels=lambda config: config["in_channels"],         # the other half of the channels is the variance
-    conditioning={"context": "caption_channels"}, ignored=("c_size", "c_ar"),
-    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
-               "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}},
+    name="PixArt-Sigma", title="PixArt-Sigma", transformer="PixArtTransformer2DModel", adapt_model=_adapt,
+    keep_in_compute_dtype=("scale_shift_table",), num_channels=lambda config: config["in_channels"],
     activation_factors={"alone": 12.4, "residual": 4.4, "whole": 6.3, "outside": 3.4, "held": 1.35, "block": 12.0,
                         "exchange": 14.0, "own": 0.0},
+    detection=Detection(
+        recognise=lambda shapes: has("t_block.1.weight", "y_embedder.y_proj.fc1.weight")(shapes)
+        and not has("ar_embedder.")(shapes),
+        refusals=(because("its table of positions is for less than 512 pixels, which ComfyUI's model does not support "
+                          "either",
+                          lambda shapes: _scale(shapes) == 0),),
+        config=config_of(
+            interpolation_scale=_scale, sample_size=128, patch_size=2, in_channels=size("x_embedder.proj.weight", 1),
+            out_channels=size("final_layer.linear.weight", 0, 4), num_layers=blocks("blocks."),
+            num_attention_heads=16, attention_head_dim=size("x_embedder.proj.weight", 0, 16),
+            cross_attention_dim=size("x_embedder.proj.weight", 0),
+            caption_channels=size("y_embedder.y_proj.fc1.weight", 1),
+            attention_bias=True, activation_fn="gelu-approximate", num_embeds_ada_norm=1000,
+            norm_type="ada_norm_single", norm_elementwise_affine=False, norm_eps=1e-6, use_additional_conditions=False),
+        convert=KEYS, config_from_tensors=("interpolation_scale", "sample_size")),
+    inputs=Inputs(
+        latent=LATENT, conditioning={"context": "caption_channels"}, ignored=("c_size", "c_ar"),
+        arguments={"hidden_states": _latent, "timestep": timestep(),
+                   "encoder_hidden_states": from_conditioning("context"),
+                   "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}),
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "blocks."),), streams={"hidden_states": "image"},
         attention={"attn1": ("image",)},
         cacheable={"attn2.to_k": "run", "attn2.to_v": "run"}, cacheable_outside={"caption_projection": "run"},
         positions={"pos_embed": lambda module, forward, rows, tokens, args, kwargs: forward(*args, rows.patch)}),
-    test_config=SmallConfig(
+    testing=SmallConfig(
         {"sample_size": 128, "patch_size": 2, "in_channels": 4, "out_channels": 8, "num_layers": 4,
          "num_attention_heads": 4, "attention_head_dim": 8, "cross_attention_dim": 32, "caption_channels": 24,
          "attention_bias": True, "activation_fn": "gelu-approximate", "norm_type": "ada_norm_single",
@@ -110,5 +113,4 @@ PIXART = Family(
         "comfy.ldm.pixart.pixartms:PixArtMS",
         {"hidden_size": 192, "num_heads": 16, "depth": 2, "caption_channels": 96, "model_max_length": 300,
          "micro_condition": False},
-        detected="PixArtSigma"),
-)
+        detected="PixArtSigma"))

@@ -31,12 +31,15 @@ def _sizes(call):
 
 PIXART_ALPHA = dataclasses.replace(
     PIXART, name="PixArt-Alpha", title="PixArt-Alpha",
-    recognise=has("t_block.1.weight", "y_embedder.y_proj.fc1.weight", "ar_embedder."),
-    config=config_of(**PIXART.config.rules | CONDITIONS),
-    convert=lambda tensors, config: PIXART.convert(KEYS(tensors, config), config),
-    conditioning=PIXART.conditioning | {"c_size": None, "c_ar": None}, ignored=(),
-    arguments=PIXART.arguments | {"added_cond_kwargs": _sizes},
-    test_config=SmallConfig(PIXART.test_config.config | CONDITIONS | {"attention_head_dim": 12,
-                                                                      "cross_attention_dim": 48},
-                            PIXART.test_config.native, PIXART.test_config.arguments | {"micro_condition": True},
-                            detected="PixArtAlpha"))
+    detection=dataclasses.replace(
+        PIXART.detection,
+        recognise=has("t_block.1.weight", "y_embedder.y_proj.fc1.weight", "ar_embedder."),
+        config=config_of(**PIXART.detection.config.rules | CONDITIONS),
+        convert=lambda tensors, config: PIXART.detection.convert(KEYS(tensors, config), config)),
+    inputs=dataclasses.replace(
+        PIXART.inputs,
+        conditioning=PIXART.inputs.conditioning | {"c_size": None, "c_ar": None}, ignored=(),
+        arguments=PIXART.inputs.arguments | {"added_cond_kwargs": _sizes}),
+    testing=SmallConfig(PIXART.testing.config | CONDITIONS | {"attention_head_dim": 12, "cross_attention_dim": 48},
+                        PIXART.testing.native, PIXART.testing.arguments | {"micro_condition": True},
+                        detected="PixArtAlpha"))

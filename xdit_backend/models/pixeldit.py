@@ -3,7 +3,7 @@ of its pixels, attends to the other patches' tokens, and its pixels are updated.
 
 import math
 
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.inputs import Unpacked, because, blocks, config_of, has
 from .common.native_module import native_arguments
 from .common.pixel_blocks import (
@@ -51,19 +51,20 @@ SMALL = {"in_channels": CHANNELS, "num_groups": 4, "hidden_size": 64, "pixel_hid
          "_pixel_token_width": 64 + 4 * SIDE ** 2}
 
 PIXELDIT = Family(
-    name="PixelDiT", title="PixelDiT", transformer=NATIVE,
-    recognise=has(*(PREFIX + name for name in ("pixel_embedder.proj.weight", "y_pos_embedding", QUERIES, PIXELS))),
-    refusals=(because(f"its patches are not {SIDE} x {SIDE} pixels, the only size that xDiT supports",
-                      lambda shapes: of_file("s_embedder.proj.weight", 1)(shapes) != SIDE ** 2 * CHANNELS),),
-    config=config_of(**RULES), convert=convert, latent=LATENT, adapt_model=adapt_model,
-    conditioning={"context": "txt_embed_dim", "rope_scales": None}, ignored=("attention_mask",),
-    unsupported_dtypes=("float16",),
-    lengths={"text": lambda conditioning: min(TEXT, conditioning["context"].shape[1])},
-    arguments=native_arguments(LATENT, "context", times="timesteps", transformer_options=moves),
+    name="PixelDiT", title="PixelDiT", transformer=NATIVE, adapt_model=adapt_model, unsupported_dtypes=("float16",),
     activation_factors={"alone": 29.91, "residual": 29.64, "held": 6.0, "block": 24.0, "own": 3.2, "outside": 17.7,
                         "once": 9.5, "keys": 1.725},
-    num_heads=_heads, width=lambda config: config["hidden_size"],
-    num_channels=lambda config: CHANNELS, pixels=lambda config: (1, 1, 1),
+    num_heads=_heads, width=lambda config: config["hidden_size"], num_channels=lambda config: CHANNELS,
+    pixels=lambda config: (1, 1, 1),
+    detection=Detection(
+        recognise=has(*(PREFIX + name for name in ("pixel_embedder.proj.weight", "y_pos_embedding", QUERIES, PIXELS))),
+        refusals=(because(f"its patches are not {SIDE} x {SIDE} pixels, the only size that xDiT supports",
+                          lambda shapes: of_file("s_embedder.proj.weight", 1)(shapes) != SIDE ** 2 * CHANNELS),),
+        config=config_of(**RULES), convert=convert),
+    inputs=Inputs(
+        latent=LATENT, conditioning={"context": "txt_embed_dim", "rope_scales": None}, ignored=("attention_mask",),
+        lengths={"text": lambda conditioning: min(TEXT, conditioning["context"].shape[1])},
+        arguments=native_arguments(LATENT, "context", times="timesteps", transformer_options=moves)),
     plan=ModelPlan(
         blocks=(BlockList("patch_blocks", f"{PREFIX}patch_blocks.", "patch_depth", returns=("image", "text"),
                           image_fraction=0.5),
@@ -81,7 +82,6 @@ PIXELDIT = Family(
         | styled(COLWISE, "mlp_*.w1", "mlp_*.w3") | {"adaLN_modulation_*.*": GATHERED},
         cacheable={"adaLN_modulation_img": "step", "adaLN_modulation_txt": "step"},
         cacheable_outside={"y_embedder": "run"}),
-    test_config=SmallConfig(SMALL, NATIVE, {name: size for name, size in SMALL.items() if not name.startswith("_")} | {
+    testing=SmallConfig(SMALL, NATIVE, {name: size for name, size in SMALL.items() if not name.startswith("_")} | {
         "hidden_size": 256, "pixel_attn_hidden_size": 256, "txt_embed_dim": 48}, detected="PixelDiTT2I",
-                            in_file=in_file),
-)
+                            in_file=in_file))

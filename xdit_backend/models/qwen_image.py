@@ -3,7 +3,7 @@ rotary positions around the centre of the image."""
 
 import torch
 
-from .common.family import Family, FolderRules, SmallConfig
+from .common.family import Detection, Family, FolderRules, Inputs, SmallConfig
 from .common.forward_state import ForwardValue
 from .common.inputs import Packed, blocks, config_of, from_conditioning, has, needs_diffusers, size, text_mask, timestep
 from .common.key_mapping import table
@@ -72,27 +72,31 @@ def _no_addition(call):
 
 QWEN_IMAGE = Family(
     name="Qwen-Image", title="Qwen-Image, Qwen-Image-Edit, Qwen-Image-Layered",
-    transformer="QwenImageTransformer2DModel", latent=LATENT, time_scale=1.0,
-    recognise=lambda shapes: NAMES(shapes) and not is_mage_flow(shapes), refusals=(needs_diffusers("0.37"),),
-    config=config_of(
-        patch_size=2, in_channels=size("img_in.weight", 1), out_channels=size("proj_out.weight", 0, 4),
-        num_layers=blocks("transformer_blocks."), attention_head_dim=HEAD_SIZE,
-        joint_attention_dim=size("txt_in.weight", 1),
-        num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // HEAD_SIZE(shapes),
-        axes_dims_rope=lambda shapes: (HEAD_SIZE(shapes) // 8, HEAD_SIZE(shapes) * 7 // 16,
-                                       HEAD_SIZE(shapes) * 7 // 16),
-        zero_cond_t=has("__index_timestep_zero__"), use_additional_t_cond=has(LAYERED),
-        use_layer3d_rope=has(LAYERED)),
-    convert=table((r"^__index_timestep_zero__$", None)), adapt_model=_adapt,
-    folder=FolderRules({"zero_cond_t": "__index_timestep_zero__"}),
-    conditioning={"context": "joint_attention_dim", "attention_mask": None, "ref_latents": None,
-                  "ref_latents_method": None},
-    choices={"ref_latents_method": METHODS}, lengths={"reference": LATENT.num_reference_tokens},
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
-               "encoder_hidden_states_mask": text_mask, "img_shapes": LATENT.shapes,
-               "reference_starts": _reference_starts, "at_zero": _at_zero, "additional_t_cond": _no_addition},
+    transformer="QwenImageTransformer2DModel", adapt_model=_adapt,
     activation_factors={"alone": 15.0, "residual": 7.2, "whole": 10.2, "outside": 2.6, "held": 1.3, "block": 14.0,
                         "exchange": 16.9, "own": 0.75},
+    detection=Detection(
+        recognise=lambda shapes: NAMES(shapes) and not is_mage_flow(shapes), refusals=(needs_diffusers("0.37"),),
+        config=config_of(
+            patch_size=2, in_channels=size("img_in.weight", 1), out_channels=size("proj_out.weight", 0, 4),
+            num_layers=blocks("transformer_blocks."), attention_head_dim=HEAD_SIZE,
+            joint_attention_dim=size("txt_in.weight", 1),
+            num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // HEAD_SIZE(shapes),
+            axes_dims_rope=lambda shapes: (HEAD_SIZE(shapes) // 8, HEAD_SIZE(shapes) * 7 // 16,
+                                           HEAD_SIZE(shapes) * 7 // 16),
+            zero_cond_t=has("__index_timestep_zero__"), use_additional_t_cond=has(LAYERED),
+            use_layer3d_rope=has(LAYERED)),
+        convert=table((r"^__index_timestep_zero__$", None)),
+        folder=FolderRules({"zero_cond_t": "__index_timestep_zero__"})),
+    inputs=Inputs(
+        latent=LATENT, time_scale=1.0,
+        conditioning={"context": "joint_attention_dim", "attention_mask": None, "ref_latents": None,
+                      "ref_latents_method": None},
+        choices={"ref_latents_method": METHODS}, lengths={"reference": LATENT.num_reference_tokens},
+        arguments={"hidden_states": LATENT, "timestep": timestep(),
+                   "encoder_hidden_states": from_conditioning("context"),
+                   "encoder_hidden_states_mask": text_mask, "img_shapes": LATENT.shapes,
+                   "reference_starts": _reference_starts, "at_zero": _at_zero, "additional_t_cond": _no_addition}),
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", IMAGE), image_fraction=0.5,
                           control="input", patched="double", added="double_block"),),
@@ -102,12 +106,11 @@ QWEN_IMAGE = Family(
         full_precision_inputs={"time_text_embed": (("timestep",), 1.0)},
         cacheable={"img_mod": "step", "txt_mod": "step"},
         cacheable_outside={"txt_in": "run"}),
-    test_config=SmallConfig(
+    testing=SmallConfig(
         {"patch_size": 2, "in_channels": 16, "out_channels": 4, "num_layers": 4, "attention_head_dim": 16,
          "num_attention_heads": 4, "joint_attention_dim": 24, "axes_dims_rope": (4, 6, 6), "zero_cond_t": False,
          "use_additional_t_cond": False, "use_layer3d_rope": False},
         "comfy.ldm.qwen_image.model:QwenImageTransformer2DModel",
         {"in_channels": 64, "out_channels": 16, "num_layers": 3, "attention_head_dim": 32, "num_attention_heads": 4,
          "joint_attention_dim": 64, "axes_dims_rope": (4, 14, 14)}, frames=1, detected="QwenImage",
-        more={"use_additional_t_cond": True}),
-)
+        more={"use_additional_t_cond": True}))

@@ -1,13 +1,13 @@
 """Stable Diffusion 1.4 and 1.5, and models trained from them: a U-Net of four levels with eight heads in each. For
 Stable Zero123, ComfyUI itself projects the CLIP vision embedding and the camera position."""
 
-from .common.unet import Architecture, unet, unet_test_config
+from .common.unet import Architecture, unet, unet_small_config
 
 SD15 = unet(
     name="SD 1.5", title="SD 1.5, Stable Zero123",
     architecture=Architecture((768,), num_heads=lambda width: 8, alone=26.05, block=28.05),
     values=("cc_projection.weight", "cc_projection.bias"),
-    test_config=unet_test_config(
+    testing=unet_small_config(
         "SD15",
         {"block_out_channels": (16, 32, 32, 32), "layers_per_block": 1,
          "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),

@@ -1,14 +1,14 @@
 """Stable Diffusion 2.0 and 2.1, for 512 and 768 pixels: a U-Net of four levels with heads of 64. Some predict
 velocity. unCLIP reads an image embedding in addition to the text, and Lotus a task embedding."""
 
-from .common.unet import Architecture, unet, unet_test_config
+from .common.unet import Architecture, unet, unet_small_config
 
 SD2 = unet(
     name="SD 2", title="SD 2.0, 2.1, unCLIP, Lotus",
     architecture=Architecture((1024,), num_heads=lambda width: width // 64, alone=26.05, block=28.05),
     # from which ComfyUI distinguishes velocity from noise prediction
     values=("output_blocks.11.1.transformer_blocks.0.norm1.bias",),
-    test_config=unet_test_config(
+    testing=unet_small_config(
         "SD20",
         {"block_out_channels": (16, 16, 32, 32), "layers_per_block": 2,
          "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),

@@ -5,7 +5,7 @@ the latent with noise of a given level."""
 import dataclasses
 
 from .common.inputs import from_conditioning
-from .common.unet import Architecture, unet, unet_test_config
+from .common.unet import Architecture, unet, unet_small_config
 
 LEVELS = 1000                              # number of noise levels
 UPPER = (True, True, True, False)
@@ -20,7 +20,7 @@ FAMILY = unet(
     name="SD x4 upscaler", title="SD x4 upscaler",
     architecture=Architecture((1024,), num_heads=lambda width: 8, alone=15.33, block=17.4, num_classes=LEVELS,
                               only_cross_attention=UPPER),
-    test_config=unet_test_config(
+    testing=unet_small_config(
         "SD_X4Upscaler",
         {"block_out_channels": (16, 32, 32, 32), "layers_per_block": 1,
          "down_block_types": ("DownBlock2D",) + ("CrossAttnDownBlock2D",) * 3,
@@ -33,5 +33,8 @@ FAMILY = unet(
          "disable_self_attentions": list(UPPER), "use_linear_in_transformer": True, "num_heads": 8,
          "num_head_channels": -1}))
 SD_X4 = dataclasses.replace(
-    FAMILY, conditioning={"context": "cross_attention_dim", "y": None},
-    arguments=FAMILY.arguments | {"class_labels": _level}, pixels=lambda config: (1, 4, 4))
+    FAMILY, pixels=lambda config: (1, 4, 4),
+    inputs=dataclasses.replace(
+        FAMILY.inputs,
+        conditioning={"context": "cross_attention_dim", "y": None},
+        arguments=FAMILY.inputs.arguments | {"class_labels": _level}))

@@ -1,13 +1,13 @@
 """SDXL and its refiner: a U-Net of three or four levels with heads of 64, conditioned on pooled text and the image's
 size as a vector in addition to the text."""
 
-from .common.unet import Architecture, unet, unet_test_config
+from .common.unet import Architecture, unet, unet_small_config
 
 SDXL = unet(
     name="SDXL", title="SDXL, SDXL refiner, SSD-1B, Vega, KOALA",
     architecture=Architecture((2048, 1280), num_heads=lambda width: width // 64, alone=15.8, block=16.8),
     values=("edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min", "v_pred", "ztsnr"),
-    test_config=unet_test_config(
+    testing=unet_small_config(
         "SDXL",
         {"block_out_channels": (16, 32, 64), "layers_per_block": 1,
          "down_block_types": ("DownBlock2D",) + ("CrossAttnDownBlock2D",) * 2,

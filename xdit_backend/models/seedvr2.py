@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.inputs import Unpacked, blocks, config_of, even_sides, has, size
 from .common.native_module import native_arguments, same_names
 from .common.plan import BlockList, ModelPlan
@@ -150,34 +150,43 @@ SMALL = {"norm_eps": 1e-5, "num_layers": 4, "mlp_type": "swiglu", "vid_in_channe
          "vid_dim": 64, "txt_in_dim": 5120, "heads": 4, "head_dim": 16, "mm_layers": 2, "expand_ratio": 4,
          "rope_dim": 12, "rope_type": "mmrope3d", "vid_out_norm": True}
 
-SEEDVR2 = Family(
-    name=NAME, title="SeedVR2", transformer=NATIVE,
-    recognise=has(*CONDITIONINGS, "vid_in.proj.weight", "emb_in.proj_hid.weight", PROJECTION),
-    config=config_of(
-        norm_eps=1e-5, num_layers=blocks("blocks."), mlp_type=_mlp_type,
-        vid_in_channels=size("vid_in.proj.weight", 1, 4), vid_out_channels=size("vid_out.proj.weight", 0, 4),
-        vid_dim=size("vid_in.proj.weight", 0), txt_in_dim=size("txt_in.weight", 1),
-        heads=lambda shapes: shapes[PROJECTION][0] // 3 // _head_dim(shapes), head_dim=_head_dim,
-        mm_layers=_num_unshared, expand_ratio=4, rope_dim=_rope_dim,
-        rope_type=lambda shapes: "mmrope3d" if "vid_out_norm.weight" in shapes else "rope3d",
-        vid_out_norm=lambda shapes: "vid_out_norm.weight" in shapes or None),
-    convert=same_names, latent=LATENT, adapt_model=_adapt, read_by_nodes=CONDITIONINGS,
-    conditioning={"context": "txt_in_dim", "condition": None},
-    # each call has one branch, so that ComfyUI's forward does not swap branches
-    arguments=native_arguments(LATENT, "context", condition=_condition) | {
-        "x": even_sides(NAME, LATENT), "transformer_options": lambda call: {"cond_or_uncond": [0]}},
+
+class _SeedVR2(Family):
+    branches_apart = True
+    read_by_nodes = CONDITIONINGS
+
+
+SEEDVR2 = _SeedVR2(
+    name=NAME, title="SeedVR2", transformer=NATIVE, adapt_model=_adapt,
     refused={"data": "ComfyUI's model uses the first text's queries and keys for all videos of a batch",
-             **dict.fromkeys(("ring", "pipefusion", "displaced"), WINDOWS)}, branches_apart=True,
-    num_heads=lambda config: config["heads"], width=lambda config: config["vid_dim"], pixels=lambda config: (4, 8, 8),
-    num_channels=lambda config: config["vid_out_channels"], in_channels=lambda config: config["vid_out_channels"],
+             **dict.fromkeys(("ring", "pipefusion", "displaced"), WINDOWS)},
+    num_heads=lambda config: config["heads"], width=lambda config: config["vid_dim"],
+    pixels=lambda config: (4, 8, 8), num_channels=lambda config: config["vid_out_channels"],
+    in_channels=lambda config: config["vid_out_channels"],
     activation_factors={"alone": 22.5, "residual": 8.4, "held": 0.4, "block": 22.1, "exchange": 34.15, "entered": 8.0,
                         "own": 2.6},
+    detection=Detection(
+        recognise=has(*CONDITIONINGS, "vid_in.proj.weight", "emb_in.proj_hid.weight", PROJECTION),
+        config=config_of(
+            norm_eps=1e-5, num_layers=blocks("blocks."), mlp_type=_mlp_type,
+            vid_in_channels=size("vid_in.proj.weight", 1, 4), vid_out_channels=size("vid_out.proj.weight", 0, 4),
+            vid_dim=size("vid_in.proj.weight", 0), txt_in_dim=size("txt_in.weight", 1),
+            heads=lambda shapes: shapes[PROJECTION][0] // 3 // _head_dim(shapes), head_dim=_head_dim,
+            mm_layers=_num_unshared, expand_ratio=4, rope_dim=_rope_dim,
+            rope_type=lambda shapes: "mmrope3d" if "vid_out_norm.weight" in shapes else "rope3d",
+            vid_out_norm=lambda shapes: "vid_out_norm.weight" in shapes or None),
+        convert=same_names),
+    inputs=Inputs(
+        latent=LATENT, conditioning={"context": "txt_in_dim", "condition": None},
+        # each call has one branch, so that ComfyUI's forward does not swap branches
+        arguments=native_arguments(LATENT, "context", condition=_condition) | {
+            "x": even_sides(NAME, LATENT), "transformer_options": lambda call: {"cond_or_uncond": [0]}}),
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks.", returns=("image", "text")),),
         streams={"vid": "image", "txt": "text"}, attention={"attn": ("text", "image")},
         token_index_argument=("token_indices", ("image",)),
         tp_plan={"attn.proj_qkv.*": QKV, "attn.proj_out.*": ROWWISE, "mlp.*.proj_in": COLWISE,
                  "mlp.*.proj_in_gate": COLWISE, "mlp.*.proj_out": ROWWISE}),
-    test_config=SmallConfig(SMALL, NATIVE, SMALL, detected="SeedVR2", input_shapes={
+    testing=SmallConfig(SMALL, NATIVE, SMALL, detected="SeedVR2", input_shapes={
         "condition": lambda config, shape, tokens: (
             shape[0], config["vid_in_channels"] - config["vid_out_channels"], *shape[2:])}))

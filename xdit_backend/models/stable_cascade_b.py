@@ -3,7 +3,7 @@ U-shaped network of four levels that each device runs in full."""
 
 from ..protocol.errors import ConfigError
 from .common.cascade import KEYS, REFUSALS, REFUSED, plan, rules, vector
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.inputs import Unpacked, config_of, from_conditioning, has, size
 from .common.native_module import native_arguments
 
@@ -40,17 +40,22 @@ SMALL = {"c_in": 4, "c_out": 4, "patch_size": 2, "c_r": 64, "c_clip_seq": 4, "ke
          "c_effnet": 16, "c_pixels": 3}
 
 STABLE_CASCADE_B = Family(
-    name="Stable Cascade B", title="Stable Cascade (stage B)", transformer=NATIVE,
-    recognise=has("clf.1.weight", "clip_mapper.weight", "effnet_mapper.0.weight", "down_blocks.0.0.depthwise.weight"),
-    refusals=REFUSALS, convert=KEYS, latent=LATENT, time_scale=1.0, refused=REFUSED,
-    config=config_of(
-        **rules(2), c_cond=lambda shapes: shapes["clip_mapper.weight"][0] // 4, c_clip=size("clip_mapper.weight", 1),
-        c_effnet=size("effnet_mapper.0.weight", 1), c_pixels=size("pixels_mapper.0.weight", 1)),
-    conditioning={"clip": "c_clip", "effnet": None, "sca": None},
-    arguments=native_arguments(_latent, "sca", times="r", clip=vector("clip"),
-                               effnet=_prior),
+    name="Stable Cascade B", title="Stable Cascade (stage B)", transformer=NATIVE, refused=REFUSED,
     activation_factors={"alone": 4.48}, num_heads=lambda config: None, width=lambda config: config["c_hidden"][0],
     num_channels=lambda config: config["c_out"], in_channels=lambda config: config["c_in"],
-    pixels=lambda config: (1, 4, 4), plan=plan(),
-    test_config=SmallConfig(SMALL, NATIVE, SMALL, detected="Stable_Cascade_B",
-                            input_shapes={"effnet": _prior_shape, "sca": lambda config, shape, tokens: shape[:1]}))
+    pixels=lambda config: (1, 4, 4),
+    detection=Detection(
+        recognise=has("clf.1.weight", "clip_mapper.weight", "effnet_mapper.0.weight",
+                      "down_blocks.0.0.depthwise.weight"),
+        refusals=REFUSALS, convert=KEYS,
+        config=config_of(
+            **rules(2), c_cond=lambda shapes: shapes["clip_mapper.weight"][0] // 4,
+            c_clip=size("clip_mapper.weight", 1),
+            c_effnet=size("effnet_mapper.0.weight", 1), c_pixels=size("pixels_mapper.0.weight", 1))),
+    inputs=Inputs(
+        latent=LATENT, time_scale=1.0, conditioning={"clip": "c_clip", "effnet": None, "sca": None},
+        arguments=native_arguments(_latent, "sca", times="r", clip=vector("clip"),
+                                   effnet=_prior)),
+    plan=plan(),
+    testing=SmallConfig(SMALL, NATIVE, SMALL, detected="Stable_Cascade_B",
+                        input_shapes={"effnet": _prior_shape, "sca": lambda config, shape, tokens: shape[:1]}))

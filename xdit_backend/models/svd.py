@@ -6,7 +6,7 @@ frames of a video. ComfyUI passes the frames as a batch, each with the video's c
 
 import torch
 
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.forward_state import ForwardValue
 from .common.inputs import because, config_of, from_conditioning, has, timestep
 from .common.native_module import number
@@ -52,25 +52,29 @@ def _kinds(name):
 
 
 SVD = Family(
-    name="Stable Video Diffusion", title="Stable Video Diffusion, SV3D", transformer=OF_VIDEOS, latent=LATENT,
-    convert=convert_of_videos, config_from_tensors=("sample_size",),
-    recognise=lambda shapes: has("input_blocks.0.0.weight")(shapes) and has_temporal_layers(shapes),
-    refusals=(EVEN, because("its temporal layers do not read the input image",
-                            lambda shapes: not any(".time_stack.0.attn2." in name for name in shapes))),
-    config=config_of(
-        **{name: RULES[name] for name in SAME}, num_attention_heads=RULES["attention_head_dim"],
-        down_block_types=_kinds("down_block_types"), up_block_types=_kinds("up_block_types"),
-        projection_class_embeddings_input_dim=lambda shapes: shapes["label_emb.0.0.weight"][1]),
-    adapt_model=_adapt, activation_factors={"alone": 27.6, "block": 28.6},
-    num_channels=lambda config: config["out_channels"],
+    name="Stable Video Diffusion", title="Stable Video Diffusion, SV3D", transformer=OF_VIDEOS, adapt_model=_adapt,
+    activation_factors={"alone": 27.6, "block": 28.6}, num_channels=lambda config: config["out_channels"],
     num_heads=lambda config: None, width=lambda config: config["block_out_channels"][0],
-    conditioning={"context": "cross_attention_dim", "y": "projection_class_embeddings_input_dim",
-                  "num_video_frames": None}, counts=("num_video_frames",),
-    arguments={"sample": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
-               "added_time_ids": from_conditioning("y"), "num_frames": number("num_video_frames")},
-    refused={"data": "the batch is the frames of one video, which read each other"}, plan=PLAN,
+    refused={"data": "the batch is the frames of one video, which read each other"},
     keep_in_compute_dtype=("time_mixer",),
-    test_config=SmallConfig(
+    detection=Detection(
+        convert=convert_of_videos, config_from_tensors=("sample_size",),
+        recognise=lambda shapes: has("input_blocks.0.0.weight")(shapes) and has_temporal_layers(shapes),
+        refusals=(EVEN, because("its temporal layers do not read the input image",
+                                lambda shapes: not any(".time_stack.0.attn2." in name for name in shapes))),
+        config=config_of(
+            **{name: RULES[name] for name in SAME}, num_attention_heads=RULES["attention_head_dim"],
+            down_block_types=_kinds("down_block_types"), up_block_types=_kinds("up_block_types"),
+            projection_class_embeddings_input_dim=lambda shapes: shapes["label_emb.0.0.weight"][1])),
+    inputs=Inputs(
+        latent=LATENT,
+        conditioning={"context": "cross_attention_dim", "y": "projection_class_embeddings_input_dim",
+                      "num_video_frames": None},
+        counts=("num_video_frames",),
+        arguments={"sample": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
+                   "added_time_ids": from_conditioning("y"), "num_frames": number("num_video_frames")}),
+    plan=PLAN,
+    testing=SmallConfig(
         {"sample_size": 96, "out_channels": 4, "cross_attention_dim": 24, "in_channels": 8,
          "block_out_channels": (32, 64, 64), "layers_per_block": 1, "num_attention_heads": (1, 2, 2),
          "down_block_types": ("CrossAttnDownBlockSpatioTemporal",) * 2 + ("DownBlockSpatioTemporal",),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .common.example_inputs import SIDES, latent_size
-from .common.family import Components, Family, SmallConfig
+from .common.family import Components, Detection, Family, Inputs, SmallConfig
 from .common.inputs import blocks, compute_dtype_of, config_of, has, optional_size, size, stored_dtype
 from .common.native_module import native_arguments, same_names
 from .common.plan import BlockList, ModelPlan
@@ -82,24 +82,27 @@ SMALL = {"in_channels": 4, "model_channels": 48, "cond_channels": 24, "out_chann
          "num_refiner_blocks": 2, "num_head_channels": 12, "cam_channels": 5, "cond2_channels": 6, "mlp_ratio": 4}
 
 TRIPOSPLAT = Family(
-    name="TripoSplat", title="TripoSplat", transformer=NATIVE,
-    recognise=has("cam_out_layer.weight", "repo_layers.0.final_map.weight", NORM),
-    config=config_of(
-        in_channels=size("input_layer.weight", 1), model_channels=size("input_layer.weight", 0),
-        cond_channels=size("cond_embedder.weight", 1), out_channels=size("out_layer.weight", 0),
-        num_blocks=blocks("blocks."), num_refiner_blocks=blocks("noise_refiner."), num_head_channels=size(NORM, 1),
-        cam_channels=size("cam_out_layer.weight", 0), cond2_channels=optional_size("cond_embedder2.weight", 1),
-        mlp_ratio=lambda shapes: shapes["blocks.0.mlp.mlp.0.weight"][0] // shapes["input_layer.weight"][0]),
-    convert=same_names, latent=LATENT, time_scale=1000.0, adapt_model=_adapt, computes_as_made=True,
-    conditioning={"context": "cond_channels", "reference_image": None}, ignored=("latent_shapes",), unfold=unfold,
-    arguments=native_arguments(LATENT, "context", times="t", ref_latents=reference_images),
-    components=Components({"camera": lambda output: output}, split_components, call_shapes, first_component),
-    lengths={"camera": lambda conditioning: 1},
+    name="TripoSplat", title="TripoSplat", transformer=NATIVE, adapt_model=_adapt, computes_as_made=True,
     num_heads=lambda config: config["model_channels"] // config["num_head_channels"],
     width=lambda config: config["model_channels"], num_channels=lambda config: config["out_channels"],
     pixels=lambda config: (1, 1, 1),
     activation_factors={"alone": 17.06, "residual": 7.81, "whole": 14.47, "outside": 5.65, "held": 2.42, "block": 13.81,
                         "exchange": 19.86, "own": 0.24, "keys": 1.91, "attends": 9.69, "entered": 4.0},
+    detection=Detection(
+        recognise=has("cam_out_layer.weight", "repo_layers.0.final_map.weight", NORM),
+        config=config_of(
+            in_channels=size("input_layer.weight", 1), model_channels=size("input_layer.weight", 0),
+            cond_channels=size("cond_embedder.weight", 1), out_channels=size("out_layer.weight", 0),
+            num_blocks=blocks("blocks."), num_refiner_blocks=blocks("noise_refiner."), num_head_channels=size(NORM, 1),
+            cam_channels=size("cam_out_layer.weight", 0), cond2_channels=optional_size("cond_embedder2.weight", 1),
+            mlp_ratio=lambda shapes: shapes["blocks.0.mlp.mlp.0.weight"][0] // shapes["input_layer.weight"][0]),
+        convert=same_names),
+    inputs=Inputs(
+        latent=LATENT, time_scale=1000.0, conditioning={"context": "cond_channels", "reference_image": None},
+        ignored=("latent_shapes",), unfold=unfold,
+        arguments=native_arguments(LATENT, "context", times="t", ref_latents=reference_images),
+        components=Components({"camera": lambda output: output}, split_components, call_shapes, first_component),
+        lengths={"camera": lambda conditioning: 1}),
     plan=ModelPlan(
         blocks=(BlockList("noise_refiner", "noise_refiner.", "num_refiner_blocks", streams={"x": SHAPE},
                           returns=(SHAPE,), attention={"attn": SHAPE}, paired="noise_repo_layers"),
@@ -110,8 +113,7 @@ TRIPOSPLAT = Family(
         unstaged_blocks=("context_refiner",),
         cacheable_outside={"cond_embedder": "run", "cond_embedder2": "run", "context_refiner": "run",
                            "adaLN_modulation": "step"}),
-    test_config=SmallConfig(SMALL, NATIVE, SMALL | {
+    testing=SmallConfig(SMALL, NATIVE, SMALL | {
         "in_channels": 16, "out_channels": 16, "model_channels": 256, "num_head_channels": 64, "cond2_channels": 128},
         detected="TripoSplat", thin=_thin, input_shapes={
-            "reference_image": lambda config, shape, tokens: (shape[0], config["cond2_channels"], 2, 2)}),
-)
+            "reference_image": lambda config, shape, tokens: (shape[0], config["cond2_channels"], 2, 2)}))

@@ -8,7 +8,7 @@ they have their own timesteps.
 import torch
 import torch.nn.functional as F
 
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.forward_state import ForwardValue
 from .common.inputs import (
     Unpacked,
@@ -118,44 +118,53 @@ def _vision_and_text(attn, num_vision_tokens):
     return attend
 
 
-WAN = Family(
+class _Plan(ModelPlan):
+    audio_attention = ("norm2", "attn2")
+    text_attention = "attn2"
+
+
+class _Wan(Family):
+    called_by_nodes = ("text_embedding",)
+
+
+WAN = _Wan(
     name="Wan", title="Wan 2.1, 2.2 text- and image-to-video", transformer="WanTransformer3DModel",
-    recognise=_recognise,
-    refusals=(_variant, only_prefixes(MODULES)),
-    config=config_of(
-        patch_size=LATENT.patch, in_channels=size("patch_embedding.weight", 1),
-        out_channels=size("head.head.weight", 0, 4),
-        num_attention_heads=size("patch_embedding.weight", 0, 128), attention_head_dim=128,
-        text_dim=size("text_embedding.0.weight", 1), freq_dim=size("time_embedding.0.weight", 1),
-        ffn_dim=size("blocks.0.ffn.0.weight", 0), num_layers=blocks("blocks."),
-        cross_attn_norm=has("blocks.0.norm3.weight"), image_dim=optional_size("img_emb.proj.1.weight", 1),
-        added_kv_proj_dim=optional_size("blocks.0.cross_attn.k_img.weight", 1),
-        pos_embed_seq_len=optional_size("img_emb.emb_pos", 1)),
-    convert=_convert, latent=LATENT,
-    pixels=lambda config: (4, 16, 16) if config["out_channels"] == 48 else (4, 8, 8),
-    adapt_model=_adapt, keep_in_compute_dtype=("patch_embedding",),
-    conditioning={"context": "text_dim", "clip_fea": "image_dim", "rope_scales": None, "riflex": None,
-                  "context_latents": None},
-    lengths={"reference": num_context_tokens(LATENT)},
-    ignored=("reference_latent", "denoise_mask"), called_by_nodes=("text_embedding",),
-    arguments={"hidden_states": LATENT, "timestep": frame_times, "encoder_hidden_states": from_conditioning("context"),
-               "encoder_hidden_states_image": from_conditioning("clip_fea", where="image_dim"),
-               "rope_scales": from_conditioning("rope_scales"), "riflex": from_conditioning("riflex"),
-               "context_latents": expanded_context(LATENT)},
+    pixels=lambda config: (4, 16, 16) if config["out_channels"] == 48 else (4, 8, 8), adapt_model=_adapt,
+    keep_in_compute_dtype=("patch_embedding",),
     activation_factors={"alone": 11.2, "residual": 4.3, "whole": 11.2, "outside": 5.3, "held": 1.15, "block": 10.0,
                         "exchange": 13.0},
-    plan=ModelPlan(
+    detection=Detection(
+        recognise=_recognise, refusals=(_variant, only_prefixes(MODULES)),
+        config=config_of(
+            patch_size=LATENT.patch, in_channels=size("patch_embedding.weight", 1),
+            out_channels=size("head.head.weight", 0, 4),
+            num_attention_heads=size("patch_embedding.weight", 0, 128), attention_head_dim=128,
+            text_dim=size("text_embedding.0.weight", 1), freq_dim=size("time_embedding.0.weight", 1),
+            ffn_dim=size("blocks.0.ffn.0.weight", 0), num_layers=blocks("blocks."),
+            cross_attn_norm=has("blocks.0.norm3.weight"), image_dim=optional_size("img_emb.proj.1.weight", 1),
+            added_kv_proj_dim=optional_size("blocks.0.cross_attn.k_img.weight", 1),
+            pos_embed_seq_len=optional_size("img_emb.emb_pos", 1)),
+        convert=_convert),
+    inputs=Inputs(
+        latent=LATENT,
+        conditioning={"context": "text_dim", "clip_fea": "image_dim", "rope_scales": None, "riflex": None,
+                      "context_latents": None},
+        lengths={"reference": num_context_tokens(LATENT)}, ignored=("reference_latent", "denoise_mask"),
+        arguments={"hidden_states": LATENT, "timestep": frame_times,
+                   "encoder_hidden_states": from_conditioning("context"),
+                   "encoder_hidden_states_image": from_conditioning("clip_fea", where="image_dim"),
+                   "rope_scales": from_conditioning("rope_scales"), "riflex": from_conditioning("riflex"),
+                   "context_latents": expanded_context(LATENT)}),
+    plan=_Plan(
         blocks=(BlockList("blocks", "blocks.", patched="double", added="double_block", returns=(ALL,)),),
         streams={"hidden_states": ALL}, attention={"attn1": ALL},
         tokens={"rotary_emb": TABLE, "temb": TIMES}, positions={"rope": Cut(TABLE)},
-        cacheable_outside={"condition_embedder.text_embedder": "run"}, audio_attention=("norm2", "attn2"),
-        text_attention="attn2"),
-    test_config=SmallConfig(
+        cacheable_outside={"condition_embedder.text_embedder": "run"}),
+    testing=SmallConfig(
         {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 7,
          "out_channels": 4, "text_dim": 24, "freq_dim": 256, "ffn_dim": 32, "num_layers": 4, "image_dim": 20,
          "added_kv_proj_dim": 48, "pos_embed_seq_len": 6},
         "comfy.ldm.wan.model:WanModel",
         {"model_type": "t2v", "in_dim": 16, "dim": 256, "ffn_dim": 512, "freq_dim": 256, "text_dim": 4096,
          "out_dim": 16, "num_heads": 2, "num_layers": 3,
-         "text_len": 512}, more={"model_type": "i2v", "flf_pos_embed_token_number": 8}),
-)
+         "text_len": 512}, more={"model_type": "i2v", "flf_pos_embed_token_number": 8}))

@@ -83,24 +83,28 @@ def _thin(model):
 
 WAN_ANIMATE = dataclasses.replace(
     WAN_CAMERA, name="Wan Animate", title="Wan 2.2 Animate", transformer=NATIVE, adapt_model=_adapt,
-    recognise=has(HEAD, "head.modulation", "face_adapter.fuser_blocks.0.k_norm.weight"),
-    refusals=(only_prefixes(MODULES | FACE),),
-    config=config_of(**RULES, model_type="animate", flf_pos_embed_token_number=optional_size("img_emb.emb_pos", 1),
-                     _image_dim=optional_size("img_emb.proj.1.weight", 1)),
-    conditioning={"context": "text_dim", "rope_scales": None, "clip_fea": "_image_dim", "pose_latents": None,
-                  "face_pixel_values": None},
-    arguments=native_arguments(even_with(LATENT, "Wan Animate", "pose_latents", "pose"), "context",
-                               "pose_latents", "face_pixel_values", timestep=frame_times,
-                               clip_fea=from_conditioning("clip_fea", where="_image_dim"), transformer_options=moves),
     activation_factors={"alone": 8.55, "residual": 3.15, "whole": 4.95, "outside": 4.55, "held": 1.15, "block": 8.25,
                         "exchange": 14.05, "own": 0.0},
+    detection=dataclasses.replace(
+        WAN_CAMERA.detection,
+        recognise=has(HEAD, "head.modulation", "face_adapter.fuser_blocks.0.k_norm.weight"),
+        refusals=(only_prefixes(MODULES | FACE),),
+        config=config_of(**RULES, model_type="animate", flf_pos_embed_token_number=optional_size("img_emb.emb_pos", 1),
+                         _image_dim=optional_size("img_emb.proj.1.weight", 1))),
+    inputs=dataclasses.replace(
+        WAN_CAMERA.inputs,
+        conditioning={"context": "text_dim", "rope_scales": None, "clip_fea": "_image_dim", "pose_latents": None,
+                      "face_pixel_values": None},
+        arguments=native_arguments(even_with(LATENT, "Wan Animate", "pose_latents", "pose"), "context",
+                                   "pose_latents", "face_pixel_values", timestep=frame_times,
+                                   clip_fea=from_conditioning("clip_fea", where="_image_dim"),
+                                   transformer_options=moves)),
     plan=dataclasses.replace(
         WAN_CAMERA.plan, token_index_argument=("token_indices", ("image",)),
         positions={"rope_encode": WAN_CAMERA.plan.positions["rope_encode"], "after_patch_embedding": _pose_of_patch}),
-    test_config=SmallConfig(SMALL | {"model_type": "animate", "num_layers": 10, "_image_dim": 1280}, NATIVE,
-                            ARGUMENTS | {"model_type": "animate", "num_layers": 5}, thin=_thin, input_shapes={
-                                "pose_latents": lambda config, shape, tokens: (
-                                    shape[0], 16, max(1, shape[2] - 1), *shape[3:]),
-                                "face_pixel_values": lambda config, shape, tokens: (
-                                    shape[0], 3, 4 * shape[2] - 4, 14, 14)}),
-)
+    testing=SmallConfig(SMALL | {"model_type": "animate", "num_layers": 10, "_image_dim": 1280}, NATIVE,
+                        ARGUMENTS | {"model_type": "animate", "num_layers": 5}, thin=_thin, input_shapes={
+                            "pose_latents": lambda config, shape, tokens: (
+                                shape[0], 16, max(1, shape[2] - 1), *shape[3:]),
+                            "face_pixel_values": lambda config, shape, tokens: (
+                                shape[0], 3, 4 * shape[2] - 4, 14, 14)}))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
-from .common.family import SmallConfig
+from .common.family import Detection, SmallConfig, derived
 from .common.forward_state import ForwardValue
 from .common.inputs import config_of, from_conditioning, has, num_tokens_of, only_prefixes, optional_size
 from .common.native_module import native_arguments
@@ -163,31 +163,38 @@ def _latent(call):
     return LATENT(call)
 
 
+class _Detection(Detection):
+    described = {"model_type": "animate2"}
+
+
 WAN_ANIMATE2 = dataclasses.replace(
     WAN_CAMERA, name="Wan Animate 2", title="Wan-Animate 2", transformer=NATIVE, adapt_model=_adapt,
-    recognise=has(HEAD, "head.modulation", "patch_embedding.weight", "blocks.0.cross_attn.k_img.weight"),
-    described={"model_type": "animate2"}, refusals=(only_prefixes(MODULES),),
-    config=config_of(**RULES, flf_pos_embed_token_number=optional_size("img_emb.emb_pos", 1),
-                     _image_dim=optional_size("img_emb.proj.1.weight", 1)),
-    conditioning={"context": "text_dim", "rope_scales": None, "clip_fea": "_image_dim", "pose_latents": None,
-                  "clip_fea_pose": "_image_dim", "context_pose": "text_dim", **dict.fromkeys(STRENGTHS)},
-    arguments=native_arguments(
-        _latent, "context", "pose_latents", "context_pose", *STRENGTHS, transformer_options=moves, **{
-            name: from_conditioning(name, where="_image_dim") for name in ("clip_fea", "clip_fea_pose")}),
-    lengths={"pose": num_tokens_of(LATENT, "pose_latents")},
     refused=dict.fromkeys(("ring", "pipefusion", "displaced"), FRAMES),
     activation_factors=WAN_CAMERA.activation_factors | {"alone": 10.6, "residual": 5.15},
+    detection=derived(
+        _Detection, WAN_CAMERA.detection,
+        recognise=has(HEAD, "head.modulation", "patch_embedding.weight", "blocks.0.cross_attn.k_img.weight"),
+        refusals=(only_prefixes(MODULES),),
+        config=config_of(**RULES, flf_pos_embed_token_number=optional_size("img_emb.emb_pos", 1),
+                         _image_dim=optional_size("img_emb.proj.1.weight", 1))),
+    inputs=dataclasses.replace(
+        WAN_CAMERA.inputs,
+        conditioning={"context": "text_dim", "rope_scales": None, "clip_fea": "_image_dim", "pose_latents": None,
+                      "clip_fea_pose": "_image_dim", "context_pose": "text_dim", **dict.fromkeys(STRENGTHS)},
+        arguments=native_arguments(
+            _latent, "context", "pose_latents", "context_pose", *STRENGTHS, transformer_options=moves, **{
+                name: from_conditioning(name, where="_image_dim") for name in ("clip_fea", "clip_fea_pose")}),
+        lengths={"pose": num_tokens_of(LATENT, "pose_latents")}),
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks.", returns=("image", "pose")),),
         streams={"x": "image", "pose": "pose"},
         attention={"self_attn.of_video": ("image", "pose"), "self_attn.of_pose": ("pose",)},
         tokens={"freqs": TokenArgument(1, ("image",)), "pose_freqs": TokenArgument(1, ("pose",))},
         token_index_argument=("token_indices", ("image",)), tp_plan=WAN_CAMERA.plan.tp_plan),
-    test_config=SmallConfig(SMALL | {"in_dim": 12, "_image_dim": 1280}, NATIVE, ARGUMENTS | {"in_dim": 36},
-                            input_shapes={
-                                "pose_latents": lambda config, shape, tokens: (
-                                    shape[0], config["out_dim"], max(1, shape[2] - 1), *shape[3:]),
-                                "context_pose": lambda config, shape, tokens: (shape[0], tokens, config["text_dim"]),
-                                "clip_fea_pose": lambda config, shape, tokens: (shape[0], 5, config["_image_dim"]),
-                                **dict.fromkeys(STRENGTHS, lambda config, shape, tokens: (1,))}),
-)
+    testing=SmallConfig(SMALL | {"in_dim": 12, "_image_dim": 1280}, NATIVE, ARGUMENTS | {"in_dim": 36},
+                        input_shapes={
+                            "pose_latents": lambda config, shape, tokens: (
+                                shape[0], config["out_dim"], max(1, shape[2] - 1), *shape[3:]),
+                            "context_pose": lambda config, shape, tokens: (shape[0], tokens, config["text_dim"]),
+                            "clip_fea_pose": lambda config, shape, tokens: (shape[0], 5, config["_image_dim"]),
+                            **dict.fromkeys(STRENGTHS, lambda config, shape, tokens: (1,))}))

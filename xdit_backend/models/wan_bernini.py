@@ -16,7 +16,7 @@ def context_latents(conditioning):
 
 
 def num_context_tokens(latent):
-    """Entry of Family.lengths: number of tokens of the references. latent: rule that cuts a latent into tokens."""
+    """Entry of Inputs.lengths: number of tokens of the references. latent: rule that cuts a latent into tokens."""
     return lambda conditioning: sum(latent.num_tokens(each.shape) for each in context_latents(conditioning))
 
 

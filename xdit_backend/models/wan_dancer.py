@@ -99,26 +99,29 @@ def _with_music(self, x, e, freqs, context, context_img_len=257, transformer_opt
 
 
 WAN_DANCER = dataclasses.replace(
-    WAN_CAMERA, name="WanDancer", title="WanDancer", transformer=NATIVE, adapt_model=_adapt, convert=KEYS,
-    recognise=has(HEAD, "head.modulation", "patch_embedding_global.weight"),
-    refusals=(only_prefixes(MODULES | MORE),),
-    config=config_of(**RULES, model_type="wandancer", in_dim_ref_conv=optional_size("ref_conv.weight", 1),
-                     audio_inject_layers=lambda shapes: LAYERS[:blocks("music_injector.injector.")(shapes)],
-                     _image_dim=optional_size("img_emb.proj.1.weight", 1)),
+    WAN_CAMERA, name="WanDancer", title="WanDancer", transformer=NATIVE, adapt_model=_adapt,
     keep_in_compute_dtype=("patch_embedding", "patch_embedding_global"),
-    conditioning={"context": "text_dim", "rope_scales": None, "clip_fea": "_image_dim",
-                  **dict.fromkeys(("clip_fea_ref", "audio_embed", "frame_lasts", "audio_inject_scale"))},
-    counts=("frame_lasts",), unfold=_unfold, ignored=("denoise_mask",),
-    arguments=native_arguments(LATENT, "context", "clip_fea", "clip_fea_ref", "audio_embed", fps=_rate,
-                               audio_inject_scale=_scale, transformer_options=moves),
+    detection=dataclasses.replace(
+        WAN_CAMERA.detection,
+        convert=KEYS, recognise=has(HEAD, "head.modulation", "patch_embedding_global.weight"),
+        refusals=(only_prefixes(MODULES | MORE),),
+        config=config_of(**RULES, model_type="wandancer", in_dim_ref_conv=optional_size("ref_conv.weight", 1),
+                         audio_inject_layers=lambda shapes: LAYERS[:blocks("music_injector.injector.")(shapes)],
+                         _image_dim=optional_size("img_emb.proj.1.weight", 1))),
+    inputs=dataclasses.replace(
+        WAN_CAMERA.inputs,
+        conditioning={"context": "text_dim", "rope_scales": None, "clip_fea": "_image_dim",
+                      **dict.fromkeys(("clip_fea_ref", "audio_embed", "frame_lasts", "audio_inject_scale"))},
+        counts=("frame_lasts",), unfold=_unfold, ignored=("denoise_mask",),
+        arguments=native_arguments(LATENT, "context", "clip_fea", "clip_fea_ref", "audio_embed", fps=_rate,
+                                   audio_inject_scale=_scale, transformer_options=moves)),
     plan=dataclasses.replace(
         WAN_CAMERA.plan, token_index_argument=("token_indices", ("image",)),
         positions={"rope_encode": WAN_CAMERA.plan.positions["rope_encode"], "music_encoder.1": _of_all_frames}),
-    test_config=SmallConfig(SMALL | {"model_type": "wandancer", "num_layers": 5, "audio_inject_layers": LAYERS[:2],
-                                     "_image_dim": 1280}, NATIVE,
-                            ARGUMENTS | {"model_type": "wandancer", "in_dim": 36, "num_layers": 5}, input_shapes={
-                                "clip_fea_ref": lambda config, shape, tokens: (shape[0], 3, 1280),
-                                "audio_embed": lambda config, shape, tokens: (shape[0], 7 * shape[2], 35),
-                                "frame_lasts": lambda config, shape, tokens: (2,),
-                                "audio_inject_scale": lambda config, shape, tokens: (1,)}),
-)
+    testing=SmallConfig(SMALL | {"model_type": "wandancer", "num_layers": 5, "audio_inject_layers": LAYERS[:2],
+                                 "_image_dim": 1280}, NATIVE,
+                        ARGUMENTS | {"model_type": "wandancer", "in_dim": 36, "num_layers": 5}, input_shapes={
+                            "clip_fea_ref": lambda config, shape, tokens: (shape[0], 3, 1280),
+                            "audio_embed": lambda config, shape, tokens: (shape[0], 7 * shape[2], 35),
+                            "frame_lasts": lambda config, shape, tokens: (2,),
+                            "audio_inject_scale": lambda config, shape, tokens: (1,)}))

@@ -49,32 +49,34 @@ def _positions(module, forward, rows, tokens, args, kwargs):
 
 WAN_FUN = dataclasses.replace(
     WAN_CAMERA, name="Wan Fun-Control", title="Wan Fun-Control (2.1 V1.1, 2.2)", transformer=NATIVE,
-    adapt_model=WAN_SCAIL.adapt_model,
-    recognise=lambda shapes: (has(HEAD, "head.modulation", "ref_conv.weight")(shapes)
-                              and "patch_embedding_global.weight" not in shapes),
-    refusals=(only_prefixes(MODULES | {"ref_conv"}),),
-    config=config_of(**RULES, model_type=lambda shapes: "i2v" if has("img_emb.")(shapes) else "t2v",
-                     flf_pos_embed_token_number=optional_size("img_emb.emb_pos", 1),
-                     in_dim_ref_conv=optional_size("ref_conv.weight", 1),
-                     _image_dim=optional_size("img_emb.proj.1.weight", 1)),
-    pixels=lambda config: (4, 16, 16) if config["out_dim"] == 48 else (4, 8, 8),
-    conditioning={"context": "text_dim", "rope_scales": None, "clip_fea": "_image_dim", "reference_latent": None},
-    ignored=("denoise_mask",),                                 # _latent rejects it where it changes timesteps
-    arguments=native_arguments(_latent, "context",
-                               clip_fea=from_conditioning("clip_fea", where="_image_dim"),
-                               reference_latent=from_conditioning("reference_latent"),
-                               transformer_options=moves),
-    lengths={"reference": num_reference_tokens},
+    adapt_model=WAN_SCAIL.adapt_model, pixels=lambda config: (4, 16, 16) if config["out_dim"] == 48 else (4, 8, 8),
     activation_factors={"alone": 8.6, "residual": 3.2, "whole": 4.97, "outside": 4.26, "held": 1.3, "block": 9.83,
                         "exchange": 13.81, "attends": 5.06, "early": 0.67, "cut": 1.76},
+    detection=dataclasses.replace(
+        WAN_CAMERA.detection,
+        recognise=lambda shapes: (has(HEAD, "head.modulation", "ref_conv.weight")(shapes)
+                                  and "patch_embedding_global.weight" not in shapes),
+        refusals=(only_prefixes(MODULES | {"ref_conv"}),),
+        config=config_of(**RULES, model_type=lambda shapes: "i2v" if has("img_emb.")(shapes) else "t2v",
+                         flf_pos_embed_token_number=optional_size("img_emb.emb_pos", 1),
+                         in_dim_ref_conv=optional_size("ref_conv.weight", 1),
+                         _image_dim=optional_size("img_emb.proj.1.weight", 1))),
+    inputs=dataclasses.replace(
+        WAN_CAMERA.inputs,
+        conditioning={"context": "text_dim", "rope_scales": None, "clip_fea": "_image_dim", "reference_latent": None},
+        ignored=("denoise_mask",),
+        arguments=native_arguments(_latent, "context",
+                                   clip_fea=from_conditioning("clip_fea", where="_image_dim"),
+                                   reference_latent=from_conditioning("reference_latent"),
+                                   transformer_options=moves),
+        lengths={"reference": num_reference_tokens}),
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL}, tp_plan=WAN_CAMERA.plan.tp_plan,
         tokens={"freqs": TokenArgument(1, ALL)},
         positions={"rope_encode": _positions}, cacheable_outside={"text_embedding": "run"}),
-    test_config=SmallConfig(SMALL | {"model_type": "i2v", "in_dim": 12, "in_dim_ref_conv": 4, "_image_dim": 1280},
-                            NATIVE,
-                            ARGUMENTS | {"model_type": "i2v", "in_dim": 48, "in_dim_ref_conv": 16},
-                            input_shapes={"reference_latent": lambda config, shape, tokens: (
-                                shape[0], config["in_dim_ref_conv"], *shape[3:])}),
-)
+    testing=SmallConfig(SMALL | {"model_type": "i2v", "in_dim": 12, "in_dim_ref_conv": 4, "_image_dim": 1280},
+                        NATIVE,
+                        ARGUMENTS | {"model_type": "i2v", "in_dim": 48, "in_dim_ref_conv": 16},
+                        input_shapes={"reference_latent": lambda config, shape, tokens: (
+                            shape[0], config["in_dim_ref_conv"], *shape[3:])}))

@@ -56,17 +56,21 @@ def _of_frames(self, x, context, transformer_options={}, **others):
 
 WAN_HUMO = dataclasses.replace(
     WAN_CAMERA, name="Wan HuMo", title="Wan HuMo", transformer="comfy.ldm.wan.model:HumoWanModel", adapt_model=_adapt,
-    recognise=has(HEAD, "head.modulation", "audio_proj.audio_proj_glob_1.layer.weight"),
-    refusals=(only_prefixes(MODULES | {"audio_proj"}),), config=config_of(**RULES, model_type="humo"),
-    conditioning={"context": "text_dim", "rope_scales": None, "audio_embed": None, "reference_latent": None},
-    ignored=("clip_fea", "denoise_mask"),
-    arguments=native_arguments(even_with(LATENT, "Wan HuMo", "reference_latent"), "context",
-                               audio_embed=from_conditioning("audio_embed"),
-                               reference_latent=from_conditioning("reference_latent"),
-                               transformer_options=moves),
-    lengths={"reference": num_tokens_of(LATENT, "reference_latent")},
     activation_factors={"alone": 9.55, "residual": 4.15, "whole": 5.85, "outside": 4.5, "held": 1.2, "block": 9.85,
                         "exchange": 14.0, "own": 0.0},
+    detection=dataclasses.replace(
+        WAN_CAMERA.detection,
+        recognise=has(HEAD, "head.modulation", "audio_proj.audio_proj_glob_1.layer.weight"),
+        refusals=(only_prefixes(MODULES | {"audio_proj"}),), config=config_of(**RULES, model_type="humo")),
+    inputs=dataclasses.replace(
+        WAN_CAMERA.inputs,
+        conditioning={"context": "text_dim", "rope_scales": None, "audio_embed": None, "reference_latent": None},
+        ignored=("clip_fea", "denoise_mask"),
+        arguments=native_arguments(even_with(LATENT, "Wan HuMo", "reference_latent"), "context",
+                                   audio_embed=from_conditioning("audio_embed"),
+                                   reference_latent=from_conditioning("reference_latent"),
+                                   transformer_options=moves),
+        lengths={"reference": num_tokens_of(LATENT, "reference_latent")}),
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL},
@@ -75,8 +79,7 @@ WAN_HUMO = dataclasses.replace(
         tokens={"freqs": TokenArgument(1, ALL)}, positions={"rope_encode": _positions},
         token_index_argument=("token_indices", ALL),
         cacheable_outside={"text_embedding": "run"}),
-    test_config=SmallConfig(
+    testing=SmallConfig(
         SMALL | {"model_type": "humo"}, "comfy.ldm.wan.model:HumoWanModel", ARGUMENTS | {"model_type": "humo"},
         input_shapes={"audio_embed": lambda config, shape, tokens: (shape[0], shape[2], 8, 5, 1280),
-                      "reference_latent": lambda config, shape, tokens: (shape[0], config["in_dim"], 1, *shape[3:])}),
-)
+                      "reference_latent": lambda config, shape, tokens: (shape[0], config["in_dim"], 1, *shape[3:])}))

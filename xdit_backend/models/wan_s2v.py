@@ -174,19 +174,23 @@ def _of_frames(injector, x, full_BF1C, own_BFNC, token_indices, frame_size):
 
 WAN_S2V = dataclasses.replace(
     WAN_CAMERA, name="Wan S2V", title="Wan 2.2 S2V", transformer=NATIVE, adapt_model=_adapt,
-    recognise=has(HEAD, "head.modulation", "casual_audio_encoder.encoder.final_linear.weight"),
-    refusals=(only_prefixes(MODULES | MORE),),
-    config=config_of(**RULES, model_type="s2v",
-                     audio_inject_layers=lambda shapes: LAYERS[:blocks("audio_injector.injector.")(shapes)],
-                     audio_dim=size("casual_audio_encoder.encoder.conv1_local.conv.weight", 1)),
-    conditioning={"context": "text_dim", **dict.fromkeys(("rope_scales", "audio_embed", "reference_latent",
-                                                          "reference_motion", "control_video"))},
-    ignored=("clip_fea", "denoise_mask"),
-    arguments=native_arguments(_latent, "context", "reference_latent", "reference_motion", "control_video",
-                               audio_embed=_audio, transformer_options=moves) | {"timestep": _times},
-    lengths={"reference": NUM_REFERENCE_TOKENS, "motion": _num_motion_tokens},
     activation_factors={"alone": 8.53, "residual": 0.53, "whole": 6.14, "held": 1.15, "block": 16.3, "exchange": 26.1,
                         "entered": 14.1, "own": 0.0},
+    detection=dataclasses.replace(
+        WAN_CAMERA.detection,
+        recognise=has(HEAD, "head.modulation", "casual_audio_encoder.encoder.final_linear.weight"),
+        refusals=(only_prefixes(MODULES | MORE),),
+        config=config_of(**RULES, model_type="s2v",
+                         audio_inject_layers=lambda shapes: LAYERS[:blocks("audio_injector.injector.")(shapes)],
+                         audio_dim=size("casual_audio_encoder.encoder.conv1_local.conv.weight", 1))),
+    inputs=dataclasses.replace(
+        WAN_CAMERA.inputs,
+        conditioning={"context": "text_dim", **dict.fromkeys(("rope_scales", "audio_embed", "reference_latent",
+                                                              "reference_motion", "control_video"))},
+        ignored=("clip_fea", "denoise_mask"),
+        arguments=native_arguments(_latent, "context", "reference_latent", "reference_motion", "control_video",
+                                   audio_embed=_audio, transformer_options=moves) | {"timestep": _times},
+        lengths={"reference": NUM_REFERENCE_TOKENS, "motion": _num_motion_tokens}),
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL}, tp_plan=WAN_CAMERA.plan.tp_plan,
@@ -194,12 +198,11 @@ WAN_S2V = dataclasses.replace(
         token_index_argument=("token_indices", ALL),
         positions={"rope_encode": _positions, "cond_encoder": tokens_of_patch, "head": _last},
         cacheable_outside={"text_embedding": "run"}),
-    test_config=SmallConfig(
+    testing=SmallConfig(
         SMALL | {"model_type": "s2v", "num_layers": 5, "audio_inject_layers": LAYERS[:2], "audio_dim": 8}, NATIVE,
         ARGUMENTS | {"model_type": "s2v", "num_layers": 5}, input_shapes={
             "audio_embed": lambda config, shape, tokens: (shape[0], 25, config["audio_dim"], 4 * shape[2]),
             "control_video": lambda config, shape, tokens: (shape[0], 16, *shape[2:]),
             "reference_latent": lambda config, shape, tokens: (shape[0], config["in_dim"], 1, *shape[3:]),
             "reference_motion": lambda config, shape, tokens: (
-                shape[0], 16, 19, *(max(8, side) for side in shape[3:]))}),
-)
+                shape[0], 16, 19, *(max(8, side) for side in shape[3:]))}))

@@ -63,27 +63,31 @@ def pose_shape(config, shape, tokens):
 
 WAN_SCAIL = dataclasses.replace(
     WAN_CAMERA, name="Wan SCAIL", title="Wan SCAIL", transformer=NATIVE, adapt_model=_adapt,
-    recognise=lambda shapes: (has(HEAD, "head.modulation", "patch_embedding_pose.weight")(shapes)
-                              and "patch_embedding_mask.weight" not in shapes),
-    refusals=(only_prefixes(MODULES | {"patch_embedding_pose"}),),
-    config=config_of(**RULES, model_type="scail", flf_pos_embed_token_number=optional_size("img_emb.emb_pos", 1),
-                     _image_dim=optional_size("img_emb.proj.1.weight", 1)),
     keep_in_compute_dtype=("patch_embedding", "patch_embedding_pose"),
-    conditioning={"context": "text_dim", "rope_scales": None, "clip_fea": "_image_dim", "reference_latent": None,
-                  "pose_latents": None},
-    ignored=("denoise_mask",),
-    arguments=native_arguments(latent, "context", clip_fea=from_conditioning("clip_fea", where="_image_dim"),
-                               pose_latents=from_conditioning("pose_latents"),
-                               reference_latent=from_conditioning("reference_latent"),
-                               transformer_options=moves),
-    lengths={"reference": num_tokens_of(LATENT, "reference_latent"), "pose": num_tokens_of(LATENT, "pose_latents")},
+    detection=dataclasses.replace(
+        WAN_CAMERA.detection,
+        recognise=lambda shapes: (has(HEAD, "head.modulation", "patch_embedding_pose.weight")(shapes)
+                                  and "patch_embedding_mask.weight" not in shapes),
+        refusals=(only_prefixes(MODULES | {"patch_embedding_pose"}),),
+        config=config_of(**RULES, model_type="scail", flf_pos_embed_token_number=optional_size("img_emb.emb_pos", 1),
+                         _image_dim=optional_size("img_emb.proj.1.weight", 1))),
+    inputs=dataclasses.replace(
+        WAN_CAMERA.inputs,
+        conditioning={"context": "text_dim", "rope_scales": None, "clip_fea": "_image_dim", "reference_latent": None,
+                      "pose_latents": None},
+        ignored=("denoise_mask",),
+        arguments=native_arguments(latent, "context", clip_fea=from_conditioning("clip_fea", where="_image_dim"),
+                                   pose_latents=from_conditioning("pose_latents"),
+                                   reference_latent=from_conditioning("reference_latent"),
+                                   transformer_options=moves),
+        lengths={"reference": num_tokens_of(LATENT, "reference_latent"),
+                 "pose": num_tokens_of(LATENT, "pose_latents")}),
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL}, tp_plan=WAN_CAMERA.plan.tp_plan,
         tokens={"freqs": TokenArgument(1, ALL)},
         positions={"rope_encode": Cut(TokenArgument(1, ALL), _full_sizes)},
         cacheable_outside={"text_embedding": "run"}),
-    test_config=SmallConfig(SMALL | {"model_type": "scail", "_image_dim": 1280}, NATIVE,
-                            ARGUMENTS | {"model_type": "scail", "in_dim": 20},
-                            input_shapes={"reference_latent": reference_shape, "pose_latents": pose_shape}),
-)
+    testing=SmallConfig(SMALL | {"model_type": "scail", "_image_dim": 1280}, NATIVE,
+                        ARGUMENTS | {"model_type": "scail", "in_dim": 20},
+                        input_shapes={"reference_latent": reference_shape, "pose_latents": pose_shape}))

@@ -43,22 +43,26 @@ def _mask_of_references(call):
 
 WAN_SCAIL2 = dataclasses.replace(
     WAN_SCAIL, name="Wan SCAIL-2", title="Wan SCAIL-2", transformer=NATIVE,
-    recognise=has(HEAD, "head.modulation", "patch_embedding_pose.weight", "patch_embedding_mask.weight"),
-    refusals=(only_prefixes(MODULES | {"patch_embedding_pose", "patch_embedding_mask"}),),
-    config=dataclasses.replace(WAN_SCAIL.config, rules=WAN_SCAIL.config.rules | {
-        "model_type": "scail2", "mask_in_dim": size("patch_embedding_mask.weight", 1)}),
     keep_in_compute_dtype=(*WAN_SCAIL.keep_in_compute_dtype, "patch_embedding_mask"),
-    conditioning=WAN_SCAIL.conditioning | dict.fromkeys((*MASKS, "ref_mask_flag")), counts=("ref_mask_flag",),
-    only_with={"sam_latents": "pose_latents"},
-    arguments=WAN_SCAIL.arguments | {"x": _latent, "sam_latents": from_conditioning("sam_latents"),
-                                     "ref_mask_latents": _mask_of_references, "ref_mask_flag": number("ref_mask_flag")},
-    test_config=SmallConfig(SMALL | {"model_type": "scail2", "mask_in_dim": 6, "_image_dim": 1280}, NATIVE,
-                            ARGUMENTS | {"model_type": "scail2", "in_dim": 20},
-                            input_shapes=WAN_SCAIL.test_config.input_shapes | {
-                                "ref_mask_latents": lambda config, shape, tokens: (
-                                    shape[0], config["mask_in_dim"],
-                                    shape[2] + reference_shape(config, shape, tokens)[2], *shape[3:]),
-                                "sam_latents": lambda config, shape, tokens: (
-                                    shape[0], config["mask_in_dim"], *pose_shape(config, shape, tokens)[2:]),
-                                "ref_mask_flag": lambda config, shape, tokens: (0,)}),
-)
+    detection=dataclasses.replace(
+        WAN_SCAIL.detection,
+        recognise=has(HEAD, "head.modulation", "patch_embedding_pose.weight", "patch_embedding_mask.weight"),
+        refusals=(only_prefixes(MODULES | {"patch_embedding_pose", "patch_embedding_mask"}),),
+        config=dataclasses.replace(WAN_SCAIL.detection.config, rules=WAN_SCAIL.detection.config.rules | {
+            "model_type": "scail2", "mask_in_dim": size("patch_embedding_mask.weight", 1)})),
+    inputs=dataclasses.replace(
+        WAN_SCAIL.inputs,
+        conditioning=WAN_SCAIL.inputs.conditioning | dict.fromkeys((*MASKS, "ref_mask_flag")),
+        counts=("ref_mask_flag",), only_with={"sam_latents": "pose_latents"},
+        arguments=WAN_SCAIL.inputs.arguments | {"x": _latent, "sam_latents": from_conditioning("sam_latents"),
+                                                "ref_mask_latents": _mask_of_references,
+                                                "ref_mask_flag": number("ref_mask_flag")}),
+    testing=SmallConfig(SMALL | {"model_type": "scail2", "mask_in_dim": 6, "_image_dim": 1280}, NATIVE,
+                        ARGUMENTS | {"model_type": "scail2", "in_dim": 20},
+                        input_shapes=WAN_SCAIL.testing.input_shapes | {
+                            "ref_mask_latents": lambda config, shape, tokens: (
+                                shape[0], config["mask_in_dim"],
+                                shape[2] + reference_shape(config, shape, tokens)[2], *shape[3:]),
+                            "sam_latents": lambda config, shape, tokens: (
+                                shape[0], config["mask_in_dim"], *pose_shape(config, shape, tokens)[2:]),
+                            "ref_mask_flag": lambda config, shape, tokens: (0,)}))

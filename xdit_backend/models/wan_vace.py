@@ -11,10 +11,10 @@ import types
 import torch
 
 from ..protocol.errors import ConfigError
-from .common.family import SmallConfig
+from .common.family import SmallConfig, derived
 from .common.forward_state import ForwardValue
 from .common.inputs import blocks, config_of, has, only_prefixes, size
-from .common.plan import TokenArgument
+from .common.plan import ModelPlan, TokenArgument
 from .common.position_slicing import Cut
 from .common.tp_plan import REPLICATED, styled
 from .wan import MODULES, WAN
@@ -89,35 +89,41 @@ def _adapt(model, config):
             object.__setattr__(block, "vace_attn1", of_block[index].attn1)
 
 
+class _Plan(ModelPlan):
+    text_attention = WAN.plan.text_attention
+
+
 WAN_VACE = dataclasses.replace(
-    WAN, name="Wan VACE", title="Wan VACE (2.1, 2.2)", transformer="WanVACETransformer3DModel",
-    recognise=has("vace_patch_embedding.weight", "vace_blocks.0.before_proj.weight", "head.modulation"),
-    refusals=(only_prefixes(MODULES | {"vace_patch_embedding", "vace_blocks"}),),
-    config=config_of(**WAN.config.rules, vace_layers=_layers,
-                     vace_in_channels=size("vace_patch_embedding.weight", 1)),
-    adapt_model=_adapt, keep_in_compute_dtype=("patch_embedding", "vace_patch_embedding"),
-    unsupported_arguments=_several,
-    conditioning={"context": "text_dim", "vace_context": None, "vace_strength": None, "rope_scales": None},
-    ignored=("clip_fea", "reference_latent"),
-    arguments={**{name: rule for name, rule in WAN.arguments.items()
-                  if name not in ("encoder_hidden_states_image", "context_latents")},
-               "hidden_states": _latent, "vace_strength": _strength},
+    WAN, name="Wan VACE", title="Wan VACE (2.1, 2.2)", transformer="WanVACETransformer3DModel", adapt_model=_adapt,
+    keep_in_compute_dtype=("patch_embedding", "vace_patch_embedding"),
     activation_factors={"alone": 6.65, "residual": 5.1, "whole": 6.65, "outside": 4.2, "held": 1.3, "block": 7.35,
                         "exchange": 6.2, "keys": 1.2, "own": 0.55},
-    lengths={},
-    plan=dataclasses.replace(WAN.plan, streams={"hidden_states": "image"},
-                             attention={"attn1": ("image",), "vace_attn1": ("image",)},
-                             tokens={"rotary_emb": TABLE, "temb": TIMES}, positions={"rope": Cut(TABLE)},
-                             unstaged_blocks=("vace_blocks",), audio_attention=(),
-                             tp_plan=styled(REPLICATED, "proj_in", "proj_out"),
-                             # a block here is two of ComfyUI's blocks
-                             blocks=(dataclasses.replace(WAN.plan.blocks[0], patched=None, returns=("image",)),)),
     width=lambda config: 2 * config["num_attention_heads"] * config["attention_head_dim"],
-    test_config=SmallConfig(
+    detection=dataclasses.replace(
+        WAN.detection,
+        recognise=has("vace_patch_embedding.weight", "vace_blocks.0.before_proj.weight", "head.modulation"),
+        refusals=(only_prefixes(MODULES | {"vace_patch_embedding", "vace_blocks"}),),
+        config=config_of(**WAN.detection.config.rules, vace_layers=_layers,
+                         vace_in_channels=size("vace_patch_embedding.weight", 1))),
+    inputs=dataclasses.replace(
+        WAN.inputs,
+        unsupported=_several,
+        conditioning={"context": "text_dim", "vace_context": None, "vace_strength": None, "rope_scales": None},
+        ignored=("clip_fea", "reference_latent"),
+        arguments={**{name: rule for name, rule in WAN.inputs.arguments.items()
+                      if name not in ("encoder_hidden_states_image", "context_latents")},
+                   "hidden_states": _latent, "vace_strength": _strength},
+        lengths={}),
+    plan=derived(
+        _Plan, WAN.plan, streams={"hidden_states": "image"}, attention={"attn1": ("image",), "vace_attn1": ("image",)},
+        tokens={"rotary_emb": TABLE, "temb": TIMES}, positions={"rope": Cut(TABLE)}, unstaged_blocks=("vace_blocks",),
+        tp_plan=styled(REPLICATED, "proj_in", "proj_out"),
+        # a block here is two of ComfyUI's blocks
+        blocks=(dataclasses.replace(WAN.plan.blocks[0], patched=None, returns=("image",)),)),
+    testing=SmallConfig(
         {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4,
          "out_channels": 4, "text_dim": 24, "freq_dim": 256, "ffn_dim": 32, "num_layers": 4, "vace_layers": [0, 2],
          "vace_in_channels": 6},
         "comfy.ldm.wan.model:VaceWanModel",
         {"model_type": "vace", "in_dim": 16, "dim": 256, "ffn_dim": 512, "freq_dim": 256, "text_dim": 4096,
-         "out_dim": 16, "num_heads": 2, "num_layers": 4, "text_len": 512, "vace_layers": 2, "vace_in_dim": 96}),
-)
+         "out_dim": 16, "num_heads": 2, "num_layers": 4, "text_len": 512, "vace_layers": 2, "vace_in_dim": 96}))

@@ -3,7 +3,7 @@ groups of tokens."""
 
 import torch
 
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.inputs import blocks, config_of, from_conditioning, has, needs_diffusers, size, timestep
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
@@ -45,28 +45,29 @@ def _adapt(model, config):
 
 
 Z_IMAGE = Family(
-    name="Z-Image", title="Z-Image, Z-Image-Turbo", transformer="ZImageTransformer2DModel",
-    recognise=lambda shapes: is_z_image(shapes) and not has(EMBEDDER)(shapes),
-    refusals=(needs_diffusers("0.37"),),
-    config=config_of(
-        in_channels=size("x_embedder.weight", 1, 4), dim=size("x_embedder.weight", 0), n_layers=blocks("layers."),
-        n_refiner_layers=blocks("noise_refiner."),
-        n_heads=lambda shapes: shapes["x_embedder.weight"][0] // HEAD_SIZE(shapes),
-        n_kv_heads=lambda shapes: shapes["x_embedder.weight"][0] // HEAD_SIZE(shapes),
-        cap_feat_dim=size("cap_embedder.1.weight", 1),
-        axes_dims=lambda shapes: [HEAD_SIZE(shapes) // 4, HEAD_SIZE(shapes) * 3 // 8, HEAD_SIZE(shapes) * 3 // 8],
-        axes_lens=[8192, 4096, 4096], siglip_feat_dim=None, _time_width=size("t_embedder.mlp.0.weight", 0)),
-    convert=KEYS, latent=LATENT, time_scale=1.0, sign=-1.0, adapt_model=_adapt, config_from_tensors=("axes_lens",),
-    multiple=GROUP,
+    name="Z-Image", title="Z-Image, Z-Image-Turbo", transformer="ZImageTransformer2DModel", adapt_model=_adapt,
     num_heads=lambda config: config["n_heads"], width=lambda config: config["dim"],
-    conditioning={"context": "cap_feat_dim", "rope_scales": None},
-    ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
-    lengths={"text": lambda conditioning: padded(conditioning["context"].shape[1])},
-    arguments={"x": lambda call: list(LATENT(call).unsqueeze(2)), "t": timestep(-1, 1),
-               "cap_feats": lambda call: list(from_conditioning("context")(call)), "first_row": first_row,
-               "num_pads": num_pads, "rope_scales": from_conditioning("rope_scales")},
     activation_factors={"alone": 16.0, "residual": 5.4, "whole": 9.2, "outside": 6.0, "held": 2.3, "block": 14.9,
                         "exchange": 14.3, "own": 0.0},
+    detection=Detection(
+        recognise=lambda shapes: is_z_image(shapes) and not has(EMBEDDER)(shapes), refusals=(needs_diffusers("0.37"),),
+        config=config_of(
+            in_channels=size("x_embedder.weight", 1, 4), dim=size("x_embedder.weight", 0), n_layers=blocks("layers."),
+            n_refiner_layers=blocks("noise_refiner."),
+            n_heads=lambda shapes: shapes["x_embedder.weight"][0] // HEAD_SIZE(shapes),
+            n_kv_heads=lambda shapes: shapes["x_embedder.weight"][0] // HEAD_SIZE(shapes),
+            cap_feat_dim=size("cap_embedder.1.weight", 1),
+            axes_dims=lambda shapes: [HEAD_SIZE(shapes) // 4, HEAD_SIZE(shapes) * 3 // 8, HEAD_SIZE(shapes) * 3 // 8],
+            axes_lens=[8192, 4096, 4096], siglip_feat_dim=None, _time_width=size("t_embedder.mlp.0.weight", 0)),
+        convert=KEYS, config_from_tensors=("axes_lens",)),
+    inputs=Inputs(
+        latent=LATENT, time_scale=1.0, sign=-1.0, multiple=GROUP,
+        conditioning={"context": "cap_feat_dim", "rope_scales": None},
+        ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
+        lengths={"text": lambda conditioning: padded(conditioning["context"].shape[1])},
+        arguments={"x": lambda call: list(LATENT(call).unsqueeze(2)), "t": timestep(-1, 1),
+                   "cap_feats": lambda call: list(from_conditioning("context")(call)), "first_row": first_row,
+                   "num_pads": num_pads, "rope_scales": from_conditioning("rope_scales")}),
     plan=ModelPlan(
         blocks=(BlockList("noise_refiner", "noise_refiner.", "n_refiner_layers", returns=(IMAGE,),
                           added="noise_refiner", streams={"x": IMAGE},
@@ -74,12 +75,11 @@ Z_IMAGE = Family(
                 BlockList("layers", "layers.", "n_layers", returns=(ALL,), added="double_block")),
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
         cacheable={"adaLN_modulation": "step"}, cacheable_outside={"cap_embedder": "run", "context_refiner": "run"}),
-    test_config=SmallConfig(
+    testing=SmallConfig(
         {"in_channels": 4, "dim": 64, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 4, "n_kv_heads": 4,
          "cap_feat_dim": 24, "axes_dims": [4, 6, 6], "axes_lens": [512, 128, 128]},
         "comfy.ldm.lumina.model:NextDiT",
         {"in_channels": 16, "dim": 384, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 4,
          "cap_feat_dim": 48, "axes_dims": [24, 36, 36], "axes_lens": [1536, 512, 512], "qk_norm": True,
          "rope_theta": 256.0, "ffn_dim_multiplier": 8 / 3, "z_image_modulation": True, "time_scale": 1000.0,
-         "pad_tokens_multiple": 32}, detected="ZImage"),
-)
+         "pad_tokens_multiple": 32}, detected="ZImage"))

@@ -159,16 +159,20 @@ def _num_siglip(conditioning):
 
 Z_IMAGE_OMNI = dataclasses.replace(
     Z_IMAGE, name="Z-Image-Omni", title="Z-Image-Omni", adapt_model=_adapt,
-    recognise=lambda shapes: is_z_image(shapes) and EMBEDDER in shapes,
-    config=config_of(**Z_IMAGE.config.rules | {"siglip_feat_dim": size(EMBEDDER, 1)}),
-    conditioning=Z_IMAGE.conditioning | {"ref_latents": None, "ref_contexts": None, "siglip_feats": None},
-    only_with={"ref_contexts": "ref_latents", "siglip_feats": "ref_latents"},
-    lengths={"text": _num_text, "reference": _num_references, "siglip": _num_siglip},
-    arguments={"x": LATENT, "t": timestep(-1, 1), "reference_images": _reference_images, "contexts": _contexts,
-               "siglip": _siglip, "first_row": first_row, "num_pads": num_pads,
-               "rope_scales": from_conditioning("rope_scales")},
     activation_factors={"alone": 19.8, "residual": 9.35, "whole": 6.15, "outside": 6.4, "held": 2.65, "block": 17.65,
                         "exchange": 16.9, "own": 0.0},
+    detection=dataclasses.replace(
+        Z_IMAGE.detection,
+        recognise=lambda shapes: is_z_image(shapes) and EMBEDDER in shapes,
+        config=config_of(**Z_IMAGE.detection.config.rules | {"siglip_feat_dim": size(EMBEDDER, 1)})),
+    inputs=dataclasses.replace(
+        Z_IMAGE.inputs,
+        conditioning=Z_IMAGE.inputs.conditioning | {"ref_latents": None, "ref_contexts": None, "siglip_feats": None},
+        only_with={"ref_contexts": "ref_latents", "siglip_feats": "ref_latents"},
+        lengths={"text": _num_text, "reference": _num_references, "siglip": _num_siglip},
+        arguments={"x": LATENT, "t": timestep(-1, 1), "reference_images": _reference_images, "contexts": _contexts,
+                   "siglip": _siglip, "first_row": first_row, "num_pads": num_pads,
+                   "rope_scales": from_conditioning("rope_scales")}),
     plan=dataclasses.replace(
         Z_IMAGE.plan,
         blocks=(BlockList("noise_refiner", "noise_refiner.", "n_refiner_layers", returns=(IMAGES,),
@@ -181,6 +185,5 @@ Z_IMAGE_OMNI = dataclasses.replace(
         cacheable={},
         cacheable_outside=Z_IMAGE.plan.cacheable_outside | {"siglip_embedder": "run", "siglip_refiner": "run"},
         unstaged_blocks=("context_refiner", "siglip_refiner")),
-    test_config=SmallConfig(Z_IMAGE.test_config.config | {"siglip_feat_dim": 24}, Z_IMAGE.test_config.native,
-                            Z_IMAGE.test_config.arguments | {"siglip_feat_dim": 40, "n_layers": 3}, detected="ZImage"),
-)
+    testing=SmallConfig(Z_IMAGE.testing.config | {"siglip_feat_dim": 24}, Z_IMAGE.testing.native,
+                        Z_IMAGE.testing.arguments | {"siglip_feat_dim": 40, "n_layers": 3}, detected="ZImage"))

@@ -6,7 +6,7 @@ from types import MethodType
 
 import torch
 
-from .common.family import Family, SmallConfig
+from .common.family import Detection, Family, Inputs, SmallConfig
 from .common.inputs import Unpacked, because, blocks, config_of, has, size, stored_dtype
 from .common.key_mapping import table
 from .common.native_module import native_arguments
@@ -58,30 +58,31 @@ SMALL = {"patch_size": SIDE, "in_channels": CHANNELS, "dim": 256, "n_layers": 2,
          "pad_tokens_multiple": GROUP, "decoder_hidden_size": 32, "decoder_num_res_blocks": 2, "decoder_max_freqs": 4}
 
 Z_IMAGE_PIXEL = Family(
-    name="Z-Image pixel", title="Z-Image on pixels (Zeta-Chroma)", transformer=NATIVE,
-    recognise=has("dec_net.cond_embed.", DECODER, "cap_embedder.1.weight", "x_pad_token"),
-    refusals=(because("it takes reference images too (Z-Image-Omni)", has("siglip_embedder.")),
-              because(f"its patches are not {SIDE} x {SIDE} pixels, the only size that xDiT supports",
-                      lambda shapes: shapes["x_embedder.weight"][1] != SIDE ** 2 * CHANNELS)),
-    config=config_of(
-        patch_size=SIDE, in_channels=CHANNELS, dim=size("x_embedder.weight", 0), n_layers=blocks("layers."),
-        n_refiner_layers=blocks("noise_refiner."), n_heads=_num_heads, n_kv_heads=_num_heads,
-        multiple_of=size("layers.0.feed_forward.w1.weight", 0), ffn_dim_multiplier=1.0, qk_norm=True,
-        cap_feat_dim=size("cap_embedder.1.weight", 1),
-        axes_dims=lambda shapes: (shapes[NORM][0] // 4, *(shapes[NORM][0] * 3 // 8,) * 2), rope_theta=256.0,
-        z_image_modulation=True, time_scale=1000.0, pad_tokens_multiple=GROUP, decoder_hidden_size=size(EMBEDDER, 0),
-        decoder_num_res_blocks=blocks("dec_net.res_blocks."),
-        decoder_max_freqs=lambda shapes: round((shapes[EMBEDDER][1] - shapes[DECODER][0]) ** 0.5)),
-    convert=table((r"^__x0__$", None), (r"^dec_net\.cond_embed\.([wb])", r"dec_net.cond_embed.0.\1")), latent=LATENT,
-    time_scale=1.0, unsupported_dtypes=("float16",), adapt_model=_adapt, multiple=GROUP,
-    conditioning={"context": "cap_feat_dim", "rope_scales": None},
-    ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
-    lengths={"text": lambda conditioning: -(-conditioning["context"].shape[1] // GROUP) * GROUP},
-    arguments=native_arguments(LATENT, "context", times="timesteps", num_tokens=None, transformer_options=moves),
-    num_heads=lambda config: config["n_heads"], width=lambda config: config["dim"],
+    name="Z-Image pixel", title="Z-Image on pixels (Zeta-Chroma)", transformer=NATIVE, unsupported_dtypes=("float16",),
+    adapt_model=_adapt, num_heads=lambda config: config["n_heads"], width=lambda config: config["dim"],
     num_channels=lambda config: CHANNELS, pixels=lambda config: (1, 1, 1),
     activation_factors={"alone": 16.85, "whole": 11.46, "held": 1.79, "outside": 11.1, "exchange": 17.2, "own": 0.0,
                         "keys": 1.9},
+    detection=Detection(
+        recognise=has("dec_net.cond_embed.", DECODER, "cap_embedder.1.weight", "x_pad_token"),
+        refusals=(because("it takes reference images too (Z-Image-Omni)", has("siglip_embedder.")),
+                  because(f"its patches are not {SIDE} x {SIDE} pixels, the only size that xDiT supports",
+                          lambda shapes: shapes["x_embedder.weight"][1] != SIDE ** 2 * CHANNELS)),
+        config=config_of(
+            patch_size=SIDE, in_channels=CHANNELS, dim=size("x_embedder.weight", 0), n_layers=blocks("layers."),
+            n_refiner_layers=blocks("noise_refiner."), n_heads=_num_heads, n_kv_heads=_num_heads,
+            multiple_of=size("layers.0.feed_forward.w1.weight", 0), ffn_dim_multiplier=1.0, qk_norm=True,
+            cap_feat_dim=size("cap_embedder.1.weight", 1),
+            axes_dims=lambda shapes: (shapes[NORM][0] // 4, *(shapes[NORM][0] * 3 // 8,) * 2), rope_theta=256.0,
+            z_image_modulation=True, time_scale=1000.0, pad_tokens_multiple=GROUP,
+            decoder_hidden_size=size(EMBEDDER, 0), decoder_num_res_blocks=blocks("dec_net.res_blocks."),
+            decoder_max_freqs=lambda shapes: round((shapes[EMBEDDER][1] - shapes[DECODER][0]) ** 0.5)),
+        convert=table((r"^__x0__$", None), (r"^dec_net\.cond_embed\.([wb])", r"dec_net.cond_embed.0.\1"))),
+    inputs=Inputs(
+        latent=LATENT, time_scale=1.0, multiple=GROUP, conditioning={"context": "cap_feat_dim", "rope_scales": None},
+        ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
+        lengths={"text": lambda conditioning: -(-conditioning["context"].shape[1] // GROUP) * GROUP},
+        arguments=native_arguments(LATENT, "context", times="timesteps", num_tokens=None, transformer_options=moves)),
     plan=ModelPlan(
         blocks=(BlockList("noise_refiner", "noise_refiner.", "n_refiner_layers", returns=(IMAGE,),
                           streams={"x": IMAGE}, attention={"attention": IMAGE},
@@ -91,6 +92,5 @@ Z_IMAGE_PIXEL = Family(
         positions={"embed_all": _of_patch}, rereads_latent=True, unstaged_blocks=("context_refiner",),
         tp_plan={"attention.qkv": QKV, "attention.out": ROWWISE},
         cacheable={"adaLN_modulation": "step"}, cacheable_outside={"cap_embedder": "run", "context_refiner": "run"}),
-    test_config=SmallConfig(SMALL, NATIVE, SMALL | {"dim": 512, "axes_dims": (32, 48, 48)},
-                            detected="ZImagePixelSpace"),
-)
+    testing=SmallConfig(SMALL, NATIVE, SMALL | {"dim": 512, "axes_dims": (32, 48, 48)},
+                        detected="ZImagePixelSpace"))

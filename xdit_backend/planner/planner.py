@@ -128,7 +128,7 @@ def _manual_placement(config, dims, devices):
     rank_shard = dims.resident_bytes / tensor_degree
     every_block = config.warmup == "sequence" or (config.warmup == "auto"
                                                   and rank_shard <= WARMUP_FULL * devices.smallest)
-    stages = Stages(config.pipefusion_degree, config.ring_degree * config.ulysses_degree * tensor_degree,
+    stages = Stages(config.pipefusion_degree, config.layout.stage_ranks,
                     config.num_stage_blocks, every_block, config.offload_keys_values, devices.speeds)
     return WeightPlacement(stages, tensor_degree)
 

@@ -28,6 +28,11 @@ class Layout:
     ulysses_degree: Degree = 1
     tensor_degree: Degree = 1
 
+    @property
+    def stage_ranks(self):
+        """Ranks of one pipeline stage: Stages.sequence_degree."""
+        return self.ring_degree * self.ulysses_degree * self.tensor_degree
+
 
 @dataclass(frozen=True, config=STRICT)
 class Stages:

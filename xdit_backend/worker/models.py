@@ -237,14 +237,14 @@ class Loaded:
         control = fields.pop("control", None)
         family, num_blocks, exchange = self.family, self.hooks.num_blocks, fields.get("exchange")
         for name in fields.keys() & {"first_image", "num_images"}:             # in sequences of the blocks
-            fields[name] *= family.latent.sequences(latent.shape)
+            fields[name] *= family.inputs.latent.sequences(latent.shape)
         if "key_values" in fields:
             fields |= {"cached_blocks": self.blocks, "step": tuple(timestep.flatten().tolist())}
         if exchange is not None:
             fields["bands"] = self.hooks.bands_of(exchange, latent.shape[2], mesh)
         call = latent, on_device(timestep, latent.device), conditioning, self.transformer.config, patch
         context = ForwardContext(
-            family.inputs(*call),
+            family.forward_arguments(*call),
             mesh, traffic, self.blocks if mesh.degrees["pipefusion"] > 1 else range(num_blocks), num_blocks,
             tokens_of(family, mesh, latent.shape, conditioning, patch), patch,
             None if patch is None else rows_of(family, latent.shape, patch), **fields)
@@ -259,4 +259,4 @@ class Loaded:
         units = self.hooks.message_units(self.blocks.start)
         widths = [self.family.stream_width(self.transformer.config, streams, self.blocks.start - 1)
                   for streams in units]
-        return message_size(units, shape[0] * self.family.latent.sequences(shape), widths, tokens)
+        return message_size(units, shape[0] * self.family.inputs.latent.sequences(shape), widths, tokens)

@@ -260,12 +260,13 @@ class Predictions:
     def _context(self, loaded, mesh, command, images, latent, traffic, exchange):
         branch, first, last = images
         batch, rows = branch.latent.shape[0], slice(first, last)
-        conditioning = {name: _as_input(tensor[rows] if tensor.shape[0] == batch and name not in loaded.family.counts
+        counts = loaded.family.inputs.counts
+        conditioning = {name: _as_input(tensor[rows] if tensor.shape[0] == batch and name not in counts
                                         else tensor, loaded.dtype)
                         for name, tensor in self._conditioning[branch.conditioning].items()}
         call_conditioning = {name: on_device(tensor[rows] if tensor.shape[0] == batch else tensor, self._device)
                              for name, tensor in self._call_conditioning(branch).items()}
-        conditioning |= {name: tensor.to(loaded.dtype) if name in loaded.family.components.names else tensor
+        conditioning |= {name: tensor.to(loaded.dtype) if name in loaded.family.inputs.components.names else tensor
                          for name, tensor in call_conditioning.items()}
         keeping = {} if exchange is None else {"exchange": exchange, "first_image": first}
         if exchange is None and (command.keep or command.patch is not None):

@@ -38,25 +38,25 @@ def check_split(family):
 
 
 def _largest_error(family):
-    generator, config = torch.Generator().manual_seed(1), family.test_config.config
+    generator, config = torch.Generator().manual_seed(1), family.testing.config
     model = build_empty(family, config).eval()
-    family.test_config.thin(model)
+    family.testing.thin(model)
     model.load_state_dict({name: torch.randn(parameter.shape, generator=generator)
                            * (0.3 if parameter.ndim != 2 else parameter.shape[1] ** -0.5)
                            for name, parameter in model.named_parameters()}, strict=False, assign=True)
-    scale = max(1, family.latent.patch[-1] // 2)               # models of pixels have larger tokens
+    scale = max(1, family.inputs.latent.patch[-1] // 2)               # models of pixels have larger tokens
     sides = tuple(scale * length for length in SIZE)
-    size = {1: (LENGTH,), 2: sides, 3: (FRAMES, *sides)}[len(family.latent.patch)]
-    size = size if family.test_config.rows is None else (family.test_config.rows, LENGTH)
+    size = {1: (LENGTH,), 2: sides, 3: (FRAMES, *sides)}[len(family.inputs.latent.patch)]
+    size = size if family.testing.rows is None else (family.testing.rows, LENGTH)
     latent = torch.randn(1, family.taken_channels(config), *size, generator=generator)
     conditioning = {name: torch.randint(3, shape, generator=generator) if name.endswith(("_idx", "_ids"))
                     else torch.randn(shape, generator=generator)
                     for name, shape in conditioning_shapes(family, config, latent.shape, TEXT).items()}
-    if family.components.names:
+    if family.inputs.components.names:
         conditioning |= {name: torch.randn(shape, generator=generator)
-                         for name, shape in family.components.shapes(config, latent.shape).items()}
-    timestep = torch.full((1,), 0.7 * family.time_scale)
-    output = model(**family.inputs(latent, timestep, conditioning, config))[0]
+                         for name, shape in family.inputs.components.shapes(config, latent.shape).items()}
+    timestep = torch.full((1,), 0.7 * family.inputs.time_scale)
+    output = model(**family.forward_arguments(latent, timestep, conditioning, config))[0]
     expected = family.prediction(output, latent)
     hooks, key_values = Hooks(model, family.plan), KeyValues()
 
@@ -64,7 +64,7 @@ def _largest_error(family):
         message = None
         for blocks in (range(hooks.num_blocks // 2), range(hooks.num_blocks // 2, hooks.num_blocks)):
             context = ForwardContext(
-                family.inputs(latent, timestep, conditioning, config, patch), STAGES, Traffic(), blocks,
+                family.forward_arguments(latent, timestep, conditioning, config, patch), STAGES, Traffic(), blocks,
                 hooks.num_blocks, tokens_of(family, STAGES, latent.shape, conditioning, patch), patch,
                 None if patch is None else rows_of(family, latent.shape, patch), key_values=key_values,
                 cached_blocks=range(hooks.num_blocks), step=(0.7,))
@@ -74,7 +74,7 @@ def _largest_error(family):
 
     found = [predict(latent)]
     if "pipefusion" not in family.refused:
-        patches = cut_patches(latent.shape, family.latent.patch, 2)
+        patches = cut_patches(latent.shape, family.inputs.latent.patch, 2)
         dim = patches[0][0].dim
         found.append(torch.cat([predict(latent.narrow(dim, patch.start, rows), patch) for patch, rows in patches], dim))
     return max(((each - expected).norm() / expected.norm()).item() for each in found)
@@ -83,9 +83,9 @@ def _largest_error(family):
 def conditioning_shapes(family, config, shape, num_tokens):
     """{conditioning: shape} of all inputs of the family's model for a latent of this shape, with one reference."""
     found = {}
-    for name, width in family.conditioning.items():
+    for name, width in family.inputs.conditioning.items():
         with contextlib.suppress(KeyError):
-            found[name] = family.test_config.input_shapes[name](config, shape, num_tokens)
+            found[name] = family.testing.input_shapes[name](config, shape, num_tokens)
         if name == "context":
             found[name] = (shape[0], num_tokens, config[width])
         elif name == "ref_latents":

@@ -17,7 +17,7 @@ WIDTH, TOKENS = 8, 3                       # of the block that is computed
 
 def variant_of(family):
     """Return {conditioning: tensor} that tells the family's workers which version of ComfyUI's class to compute as."""
-    return {AGAIN: torch.zeros(1)} if AGAIN in family.conditioning and _norms_video_again() else {}
+    return {AGAIN: torch.zeros(1)} if AGAIN in family.inputs.conditioning and _norms_video_again() else {}
 
 
 def constants_of(base_model):

@@ -38,9 +38,9 @@ def check_links(**inputs):
 
 def check_call(family, x, timestep, context):
     """Raise ConfigError for a call of the diffusion model by a node for another kind of model."""
-    is_list = family.components.names and isinstance(x, list)
+    is_list = family.inputs.components.names and isinstance(x, list)
     if not (is_list or torch.is_tensor(timestep)) or (
-            "context" in family.conditioning and not torch.is_tensor(context)):
+            "context" in family.inputs.conditioning and not torch.is_tensor(context)):
         raise ConfigError("Use a sampler node, or a model that the node supports: it calls this MODEL with other "
                           f"arguments than the latent, timestep and conditioning that {family.name} takes.")
 
@@ -48,8 +48,8 @@ def check_call(family, x, timestep, context):
 def check_latent(setup, x, channels=None):
     """Raise ConfigError for a latent of another model. channels: if x has more channels than the latent alone."""
     family, own, num_dims = setup.family, setup.latent_format.latent_channels, setup.latent_format.latent_dimensions
-    if family.components.names and getattr(x, "is_nested", False):
-        x = family.components.split(x.unbind(), torch.zeros(1), setup.transformer_config, {})[0]
+    if family.inputs.components.names and getattr(x, "is_nested", False):
+        x = family.inputs.components.split(x.unbind(), torch.zeros(1), setup.transformer_config, {})[0]
         own = setup.num_channels
     channels = channels or own
     if not torch.is_tensor(x) or x.is_nested or x.ndim != num_dims + 2 or x.shape[1] != channels:
@@ -61,7 +61,7 @@ def check_latent(setup, x, channels=None):
     if 0 in x.shape:
         raise ConfigError("Move, enlarge or remove an area that lies outside the image: the latent, or the area of it "
                           f"that a prompt is for, is empty (its shape is {tuple(x.shape)}).")
-    family.check_size(tuple(x.shape), setup.transformer_config)
+    family.inputs.check_size(tuple(x.shape), setup.transformer_config)
 
 
 def check_text(family, text):
@@ -87,7 +87,7 @@ def check_conditioning(setup, conditioning, x):
                           f"is for {num_frames} frames, and the latent has {len(x)} images, which are the frames of "
                           f"{family.name}.")
     maker = "xDiT Class Label" if num_classes else "the CLIP that belongs to this model"
-    for name, argument in family.conditioning.items():
+    for name, argument in family.inputs.conditioning.items():
         if argument is None or name not in conditioning:
             continue
         width, needed = conditioning[name].shape[-1], setup.transformer_config[argument]

@@ -21,13 +21,14 @@ def ignored_guidance(family, functions):
     ignores."""
     found = {function.__qualname__ for function in functions
              if hasattr(function, "__code__") and os.path.basename(function.__code__.co_filename) == FILE}
-    return [node for node, key in NODES.items() if key not in family.components.options and node + FUNCTION in found]
+    options = family.inputs.components.options
+    return [node for node, key in NODES.items() if key not in options and node + FUNCTION in found]
 
 
 def isolation_of(family, transformer_options):
     """Conditioning of a call without attention between video and audio, {ISOLATED: tensor}; {} for others. Raises
     UnsupportedError for a call without one direction only."""
-    has = {transformer_options.get(key, True) is not False for key in CROSS if key in family.components.options}
+    has = {transformer_options.get(key, True) is not False for key in CROSS if key in family.inputs.components.options}
     if len(has) > 1:
         raise UnsupportedError(f"Set both of {' and '.join(CROSS)} in the node that sets one of them, or use Load "
                                f"Diffusion Model: xDiT runs {family.name} with attention between video and audio in "
@@ -37,4 +38,4 @@ def isolation_of(family, transformer_options):
 
 def value_blocks(family, transformer_options):
     """Numbers of the blocks whose self-attention gives the values in this call."""
-    return transformer_options.get(BLOCKS, ()) if BLOCKS in family.components.options else ()
+    return transformer_options.get(BLOCKS, ()) if BLOCKS in family.inputs.components.options else ()

@@ -125,9 +125,10 @@ def refuse_model_options(model_options, family):
 def any_family():
     """A family for a file that is not known: it reads every option that some family reads, so that nothing is rejected
     which its own family may support."""
-    options = {name for one in FAMILIES.values() for name in one.components.options}
-    return SimpleNamespace(name="this model", components=SimpleNamespace(options=options),
-                           conditioning={SCALES: None}, choices={"ref_latents_method": ()}, unsupported_dtypes=())
+    options = {name for one in FAMILIES.values() for name in one.inputs.components.options}
+    inputs = SimpleNamespace(components=SimpleNamespace(options=options), conditioning={SCALES: None},
+                             choices={"ref_latents_method": ()})
+    return SimpleNamespace(name="this model", inputs=inputs, unsupported_dtypes=())
 
 
 def refuse_described(what):
@@ -142,18 +143,18 @@ def refuse_call(family, transformer_options, extra, diffusion_model):
     extra: its arguments, unfolded, except the latent, the timestep, ControlNet (see controlnet.py) and
     transformer_options. diffusion_model: ComfyUI's diffusion model.
     """
-    own = "rope_options", family.rope_options(extra)
+    own = "rope_options", family.inputs.rope_options(extra)
     if own[1] and not transformer_options.get("rope_options"):
         raise UnsupportedError("Use a sampler node, or Load Diffusion Model: a node calls this MODEL's diffusion "
                                f"model directly, without the positions that ComfyUI sets for {family.name}'s tokens "
                                "(rope_options).")
     _refuse(_transformer_options(dict(option for option in _without(family, transformer_options).items()
                                       if option != own)))
-    reason = family.unsupported_arguments(extra)
+    reason = family.inputs.unsupported(extra)
     if reason is not None:
         raise UnsupportedError(f"Change the node that adds {reason}, or use Load Diffusion Model: xDiT does not "
                                f"support it for {family.name}.")
-    known = {"context", CONTROLNETS_TEXT, *family.conditioning, *family.ignored}
+    known = {"context", CONTROLNETS_TEXT, *family.inputs.conditioning, *family.inputs.ignored}
     unknown = sorted(name for name, value in extra.items() if value is not None and name not in known)
     refuse_new_keys(family.name, diffusion_model, unknown)
     if unknown:
@@ -207,7 +208,7 @@ def _unknown(options, key, value, call_options={}):
 
 def _without(family, options):
     """The transformer_options without those that the family's model reads, as ComfyUI's does."""
-    own = {*family.components.options, *(["rope_options"] if SCALES in family.conditioning else [])}
+    own = {*family.inputs.components.options, *(["rope_options"] if SCALES in family.inputs.conditioning else [])}
     return {key: value for key, value in options.items() if key not in own}
 
 
@@ -215,7 +216,7 @@ def scales_of(family, transformer_options):
     """Return {SCALES: scale and shift of frames, rows and columns by Scale ROPE}, (1, 6): the bits of float64 as int64,
     which no cast to a compute dtype rounds. {} if there are none or the family does not support them."""
     options = transformer_options.get("rope_options")
-    if not options or SCALES not in family.conditioning:
+    if not options or SCALES not in family.inputs.conditioning:
         return {}
     numbers = [options.get(f"{kind}_{axis}", default) for axis in "tyx" for kind, default in (("scale", 1.0),
                                                                                              ("shift", 0.0))]
@@ -225,7 +226,7 @@ def scales_of(family, transformer_options):
 def refuse_positions(family, positions, extra):
     """Raise UnsupportedError for changed positions (scales_of, ForwardPatches.positions) that the workers do not
     combine. extra: as in refuse_call."""
-    if "riflex" in positions and ("riflex" not in family.conditioning or len(positions) > 1
+    if "riflex" in positions and ("riflex" not in family.inputs.conditioning or len(positions) > 1
                                   or extra.get("context_latents") is not None
                                   or extra.get("guiding_frame_index") is not None):
         raise UnsupportedError("Remove RifleX, or the node that scales positions, adds references or sets a first "
@@ -305,9 +306,9 @@ def _object_patches(patcher):
     for name, value in patcher.object_patches.items():
         top, _, rest = name.partition(".")
         known = (rest in patcher.remote.modules and is_module(value, patcher.remote.modules[rest][0])
-                 or rest == DEFAULT_METHOD and "ref_latents_method" in patcher.remote.family.choices
+                 or rest == DEFAULT_METHOD and "ref_latents_method" in patcher.remote.family.inputs.choices
                  or patcher.remote.forwards.of_object_patch(patcher.remote.modules, rest, value)
-                 or "riflex" in patcher.remote.family.conditioning
+                 or "riflex" in patcher.remote.family.inputs.conditioning
                  and patcher.remote.forwards.riflex(patcher.remote.modules, rest, value))
         if top == "diffusion_model" and not known:
             is_attention = rest.endswith(".comfy_attention")   # which a LoRA's file may set

@@ -88,7 +88,7 @@ def why_drained(sampler, conds, base_model, model_options):
     for key, text in GUIDANCE.items():
         if model_options.get(key):
             return text
-    if base_model.remote.family.components.names:
+    if base_model.remote.family.inputs.components.names:
         return "a latent of several components, which ComfyUI packs into one row for the sampler"
     function = getattr(sampler, "sampler_function", None)
     if function is None or not function.__module__.startswith("comfy.") or function.__name__ not in ELEMENTWISE:

@@ -24,7 +24,7 @@ class OwnModel(comfy.model_base.HiDream):
         """BaseModel's extra_conds, with the text's attention mask if its text encoder provides one and the family
         reads it."""
         made, mask = comfy.model_base.BaseModel.extra_conds(self, **inputs), inputs.get("attention_mask")
-        if mask is not None and "attention_mask" in self.remote.family.conditioning:
+        if mask is not None and "attention_mask" in self.remote.family.inputs.conditioning:
             made["attention_mask"] = comfy.conds.CONDRegular(mask)
         return made
 

@@ -108,8 +108,8 @@ def _detected(checkpoint):
     if checkpoint.folder_config is not None:
         tensors = under_comfyui_names(tensors, checkpoint) | marker_tensors_of(checkpoint)
         refuse_undetectable(tensors, checkpoint)
-    tensors = tensors | read_values(checkpoint, family.values)
-    missing = [needed for needed in family.needed_values if needed not in tensors]
+    tensors = tensors | read_values(checkpoint, family.detection.values)
+    missing = [needed for needed in family.detection.needed_values if needed not in tensors]
     if missing:
         raise CheckpointError(f"Use the all-in-one checkpoint of {family.name} as published: {name} lacks "
                               f"{missing[0]}, with which ComfyUI encodes numbers for the model.")
@@ -117,7 +117,7 @@ def _detected(checkpoint):
     if model_config is None:
         raise CheckpointError(f"Use another file of this model: ComfyUI does not recognise {name} as a {family.name} "
                               "model.")
-    uses_metadata = (bool(family.settings or family.described)
+    uses_metadata = (bool(family.detection.settings or family.detection.described)
              or model_config.unet_config == comfy.model_detection.model_config_from_unet(tensors, "").unet_config)
     if checkpoint.metadata and not uses_metadata:
         raise CheckpointError(f"Use Load Diffusion Model: the metadata of {name} describes a variant of {family.name} "

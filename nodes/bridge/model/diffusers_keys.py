@@ -26,9 +26,9 @@ def under_comfyui_names(tensors, checkpoint):
     family, config = checkpoint.family, checkpoint.config
     if family.sampled:                                         # no model of ComfyUI's; ours has diffusers' names
         return tensors
-    tensors = family.with_split_linears(tensors)
+    tensors = family.detection.with_split_linears(tensors)
     # these already have ComfyUI's names
-    found = {name: tensor for name, tensor in tensors.items() if name.startswith(family.text_prefixes)}
+    found = {name: tensor for name, tensor in tensors.items() if name.startswith(family.detection.text_prefixes)}
     used = set(found)
     for name, num_dims in _names(family, config).items():
         sources = _converted(family, config, name, 0)
@@ -50,7 +50,8 @@ def under_comfyui_names(tensors, checkpoint):
 def marker_tensors_of(checkpoint):
     """Return {ComfyUI's name: tensor} of tensors whose presence, or length for a number, stands for a setting of
     config.json in ComfyUI's detection."""
-    found = {name: checkpoint.folder_config.get(key) for key, name in checkpoint.family.folder.marker_tensors.items()}
+    markers = checkpoint.family.detection.folder.marker_tensors
+    found = {name: checkpoint.folder_config.get(key) for key, name in markers.items()}
     return {name: torch.zeros(0 if value is True else value) for name, value in found.items() if value}
 
 
@@ -62,9 +63,9 @@ def refuse_undetectable(tensors, checkpoint):
     scales = {name.removesuffix("weight") + "scale": shape for name, shape in shapes.items()
               if name.endswith("_norm.weight")}
     # files of Flux.1 name scale what ComfyUI's module names weight
-    detected = family.config(shapes | scales)
+    detected = family.detection.config(shapes | scales)
     for key, value in detected.items():
-        if (key not in family.config_from_tensors and config.get(key) is not None
+        if (key not in family.detection.config_from_tensors and config.get(key) is not None
                 and _plain(value) != _plain(config[key])):
             raise CheckpointError(f"{INSTEAD} {name} is a {family.name} model with {key} = {config[key]!r}, which "
                                   f"ComfyUI cannot detect from its tensors: it would use {value!r}.")
@@ -88,7 +89,7 @@ def _concatenated(rows, tensors):
 def _converted(family, config, name, num_rows):
     """{diffusers' name: its rows} in a tensor of num_rows; {} if the conversion does not know its name."""
     try:
-        return family.convert({name: torch.arange(num_rows)}, config)
+        return family.detection.convert({name: torch.arange(num_rows)}, config)
     except (KeyError, RuntimeError, IndexError, ValueError):   # raised by conversions that need several tensors
         return {}
 
@@ -96,8 +97,8 @@ def _converted(family, config, name, num_rows):
 def _names(family, config):
     """{ComfyUI's name of each tensor that such a model has or may have: its number of dims}"""
     names = {name: tensor.ndim
-             for name, tensor in (_template(family.test_config) | _template(family.test_config,
-                                                                            family.test_config.more)).items()}
+             for name, tensor in (_template(family.testing) | _template(family.testing,
+                                                                            family.testing.more)).items()}
     for list_ in family.blocks:
         inside = {name.removeprefix(list_.file_prefix).partition(".")[2]: num_dims for name, num_dims in names.items()
                   if name.startswith(list_.file_prefix)}
@@ -106,7 +107,7 @@ def _names(family, config):
     return names
 
 
-def _template(test_config, more={}):
-    module, _, name = test_config.native.partition(":")
+def _template(testing, more={}):
+    module, _, name = testing.native.partition(":")
     options = {"device": "meta", "dtype": torch.float32, "operations": comfy.ops.disable_weight_init}
-    return getattr(importlib.import_module(module), name)(**test_config.arguments | more, **options).state_dict()
+    return getattr(importlib.import_module(module), name)(**testing.arguments | more, **options).state_dict()

@@ -50,7 +50,7 @@ def compare_in_background(family, base_model):
     functions of torch.nn that others replace meanwhile. A thread computes them.
     """
     result: Future = Future()
-    if not family.test_config.native:                          # ComfyUI has no such model
+    if not family.testing.native:                          # ComfyUI has no such model
         result.set_result({})
         return result
     cls = type(base_model.diffusion_model)
@@ -115,19 +115,19 @@ def build_pair(family, base_model):
     generator = torch.Generator().manual_seed(1)
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
         with _MarkedMemory():
-            native = type(base_model.diffusion_model)(**family.test_config.arguments, dtype=torch.float32, device="cpu",
+            native = type(base_model.diffusion_model)(**family.testing.arguments, dtype=torch.float32, device="cpu",
                                                       operations=comfy.ops.disable_weight_init).eval()
-        family.test_config.thin(native)
+        family.testing.thin(native)
         _randomise(native, generator)
-        tensors = family.test_config.in_file(dict(native.state_dict()))
-        config = family.config({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        config |= {f"_{name}": family.test_config.arguments.get(name, values[0])
-                   for name, values in family.settings.items()}
+        tensors = family.testing.in_file(dict(native.state_dict()))
+        config = family.detection.config({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        config |= {f"_{name}": family.testing.arguments.get(name, values[0])
+                   for name, values in family.detection.settings.items()}
         model = build(family, config).eval()
-        family.test_config.thin(model)
+        family.testing.thin(model)
         small = _around(native, base_model)
         _load(native, base_model.model_config.process_unet_state_dict(dict(tensors)))
-        _load(model, family.convert(dict(tensors), config))
+        _load(model, family.detection.convert(dict(tensors), config))
         for each in (native, model):
             each.requires_grad_(False)
             _use_pytorch_attention(each)
@@ -175,19 +175,19 @@ def _rounds_factors():
 
 def predict(family, model, config, call):
     """Predict as the workers do for a call of ComfyUI's class, without communication: like the latent."""
-    latent, options, finish = family.components.rescale(call.latent, call.timestep, call.arguments, call.options)
-    arguments, timestep = family.unfold(call.arguments | variant_of(family)), call.timestep
-    of_call, has_components = family.per_call_inputs(timestep, options), isinstance(latent, list)
+    latent, options, finish = family.inputs.components.rescale(call.latent, call.timestep, call.arguments, call.options)
+    arguments, timestep = family.inputs.unfold(call.arguments | variant_of(family)), call.timestep
+    of_call, has_components = family.inputs.per_call_inputs(timestep, options), isinstance(latent, list)
     if has_components:
-        latent, timestep, of_call = family.components.split(latent, timestep, config, options)
+        latent, timestep, of_call = family.inputs.components.split(latent, timestep, config, options)
     conditioning = family.tensors(arguments) | of_call
-    inputs = family.inputs(latent, timestep, conditioning, config)
+    inputs = family.forward_arguments(latent, timestep, conditioning, config)
     if family.is_comfyuis:
         inputs["transformer_options"] = inputs.get("transformer_options", {}) | {OVERRIDE: _pytorch_attention}
     output = model(**inputs, return_dict=False)[0]
     prediction = family.prediction(output, latent)
     if has_components:
-        prediction = [family.components.first(prediction), *family.component_predictions(output).values()]
+        prediction = [family.inputs.components.first(prediction), *family.component_predictions(output).values()]
     return finish(prediction)
 
 
@@ -210,8 +210,8 @@ class _MarkedMemory(TorchFunctionMode):
 
 
 def _randomise(module, generator):
-    """Random weights that keep activations near 1. Buffers keep the values that the class has computed; where it
-    computes none, they are drawn too."""
+    """Random weights that keep activations near 1. Buffers keep the values that the class has computed; those
+    without are random too."""
     unfilled = [(name, buffer) for name, buffer in module.named_buffers()
                 if buffer.is_floating_point() and buffer.isnan().any()]
     for name, parameter in (*module.named_parameters(), *unfilled):
@@ -260,7 +260,7 @@ def _apply_lora(pair):
             else:
                 tensors[source] = tensors[source].clone()
                 tensors[source][rows[rows >= 0]] = weight[rows >= 0]
-    _load(pair.model, pair.family.convert(tensors, pair.config))
+    _load(pair.model, pair.family.detection.convert(tensors, pair.config))
     return bool(lora)
 
 

@@ -156,7 +156,7 @@ class ProxyPatcher(RemotePatcher):
 
     def patch_hooks(self, hooks):
         if hooks != self.current_hooks:
-            early = tuple(PREFIX + name for name in self.remote.family.text_prefixes)
+            early = tuple(PREFIX + name for name in self.remote.family.detection.text_prefixes)
             self.remote.use_changes(changes_of(self, {key: patches for key, patches
                                                       in self.get_combined_hook_patches(hooks).items()
                                                       if not key.startswith(early)}))

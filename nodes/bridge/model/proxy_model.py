@@ -112,9 +112,9 @@ def _make_remote(base_model, remote, sources):
     for name, tensor in read_values(remote.checkpoint, family.read_by_nodes).items():
         module.register_buffer(name, tensor.to(getattr(module, name).dtype))
     if hasattr(module, "preprocess_text_embeds"):              # done by the workers if there are no prefixes
-        module.preprocess_text_embeds = (
-            functools.partial(prepare_text, itself, remote.checkpoint, family.text_prefixes) if family.text_prefixes
-            else lambda context: context)
+        prefixes = family.detection.text_prefixes
+        module.preprocess_text_embeds = (functools.partial(prepare_text, itself, remote.checkpoint, prefixes)
+                                         if prefixes else lambda context: context)
     # nodes may compile the model; a call to workers cannot be traced
     module.forward = torch.compiler.disable(remote.forward)
     for each in module.modules():
@@ -172,7 +172,7 @@ def _extra_conds(of_comfyui, family, **inputs):
     workers have; outside it, Anima passes the tokens on to its model."""
     check_text(family, inputs.get("cross_attn"))
     with torch.inference_mode(torch.is_inference_mode_enabled()
-                              and "t5xxl_ids" not in family.conditioning), torch.no_grad():
+                              and "t5xxl_ids" not in family.inputs.conditioning), torch.no_grad():
         return of_comfyui(**inputs)
 
 

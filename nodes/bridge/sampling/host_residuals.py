@@ -44,7 +44,7 @@ class Additions:
         if self._model is None or self._changes is not remote.changes:
             self._model, self._changes = self._with_weights(remote, lists, call[0].device), remote.changes
         number = remote.setup.transformer_config[lists[BLOCKS].count]
-        recorder = _Recorder(networks, family.latent.num_tokens(call[0].shape), number - 1)
+        recorder = _Recorder(networks, family.inputs.latent.num_tokens(call[0].shape), number - 1)
         patches = {kind: [recorder] for kind in networks} | {BLOCKS: [recorder]}
         try:
             self._model(*call, **extra, transformer_options={**transformer_options, "patches": patches, "wrappers": {}})

@@ -66,7 +66,7 @@ def style_of(family, config, transformer_options, x):
     functions = styles_in(transformer_options)
     if not functions:
         return {}
-    if "style" not in family.conditioning:
+    if "style" not in family.inputs.conditioning:
         raise UnsupportedError(f"Remove USO Style Reference: it is for Flux.1, and this is {family.name}.")
     arguments = {"txt": x.new_zeros(1, 0, family.width(config)), "txt_ids": x.new_zeros(1, 0, 3)}
     for function in functions:
@@ -128,7 +128,7 @@ def _audio_networks(family, config, transformer_options, x):
 
 
 def _check_audio(family, audio, masks, x):
-    frames, *sides = family.latent.counts(x.shape)
+    frames, *sides = family.inputs.latent.counts(x.shape)
     if audio.shape[1] != frames:
         raise ConfigError("Use the latent that WanInfiniteTalkToVideo outputs: its audio is for "
                           f"{audio.shape[1]} latent frames, and this latent has {frames}.")
@@ -159,7 +159,7 @@ def _control_image(patch, family, config, x):
                           f"{patch.model_patch.model.model_dim} channels, and this {family.name} model has "
                           f"{family.width(config)}.")
     options = {"model_patch_data": {}}
-    patch({"x": family.latent.padded(x), "transformer_options": options})
+    patch({"x": family.inputs.latent.padded(x), "transformer_options": options})
     image = options["model_patch_data"][patch]
     if len(x) % len(image):
         raise ConfigError(f"Use one control image, or as many as latents, for the LLLite: {len(image)} do not fit "
@@ -183,7 +183,7 @@ def _check_blocks(number, width, family, config):
 
 def _image(patch, family, config, x):
     """Control image at the latent's size, which ComfyUI's own code prepares when it is called for a block."""
-    tokens = family.latent.num_tokens(x.shape)
+    tokens = family.inputs.latent.num_tokens(x.shape)
     patch({"x": x, "img": torch.zeros(1, tokens, family.width(config), dtype=x.dtype, device=x.device),
            "block_index": 0})
     image = patch.encoded_image

@@ -49,7 +49,7 @@ def cut_conditioning(remote, conds):
 
     def cut(entry):
         images = {name: cond._copy_with(task.cut(cond.cond)) for name, cond in entry["model_conds"].items()
-                    if isinstance(cond, comfy.conds.CONDNoiseShape) and name not in remote.family.conditioning}
+                    if isinstance(cond, comfy.conds.CONDNoiseShape) and name not in remote.family.inputs.conditioning}
         return {**entry, "model_conds": {**entry["model_conds"], **images}}
     return [[cut(entry) for entry in cond] if cond else cond for cond in conds]
 

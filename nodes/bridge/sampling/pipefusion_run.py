@@ -35,7 +35,7 @@ class PipelineRun:
         self.patches = cut_patches(shape, self._patch_size, num_patches)
         self.dim = self.patches[0][0].dim
         # rows that the model adds to complete a token
-        self._padding = (-shape[self.dim] % self._patch_size[self.dim - 2] if setup.family.latent.wraps else 0)
+        self._padding = (-shape[self.dim] % self._patch_size[self.dim - 2] if setup.family.inputs.latent.wraps else 0)
         self._padded = set()                                   # handles of patches padded with these rows
         self._staleness = Staleness(schedule, config.warmup_steps, is_cold=True)
 

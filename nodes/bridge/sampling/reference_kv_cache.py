@@ -79,7 +79,7 @@ class RunReferences:
 
 def num_cached(calls, family):
     """Number of tokens of each image with cached keys and values."""
-    return (family.lengths[family.plan.cached_references](calls[0].given)
+    return (family.inputs.lengths[family.plan.cached_references](calls[0].given)
             if any(call.cached is not None for call in calls) else 0)
 
 
@@ -91,4 +91,4 @@ def _positions(call, setup):
     """(T, axes): position ids of the references' tokens, by which RoPE rotates their keys."""
     family = setup.family
     positions = family.argument("img_ids", call.latent, call.timestep, call.conditioning, setup.transformer_config)
-    return positions[-family.lengths[family.plan.cached_references](call.conditioning):]
+    return positions[-family.inputs.lengths[family.plan.cached_references](call.conditioning):]

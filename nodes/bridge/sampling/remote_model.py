@@ -146,7 +146,7 @@ class RemoteModel:
         branches, shape, one = 2 - input_shape[0] % 2, input_shape, of_one_device(input_shape, cond_shapes=cond_shapes)
         if len(shape) == 3:                                    # several latents, packed into one row of numbers
             shape = (shape[0], self._taken_channels, 1, 1, -(-shape[2] // self._taken_channels))
-        tokens = self.family.latent.num_tokens(shape) * self.family.latent.sequences(shape)
+        tokens = self.family.inputs.latent.num_tokens(shape) * self.family.inputs.latent.sequences(shape)
         images = max(1, input_shape[0] // branches)
         job = dataclasses.replace(USUAL_JOB, tokens=tokens, branches=branches, images=images)
         if self._pipeline is None:
@@ -205,14 +205,14 @@ class RemoteModel:
 
         Wrappers of the diffusion model are called where ComfyUI's own model of the family calls them.
         """
-        if context is None and self.family.runs_without_text:
-            width = self.setup.transformer_config[self.family.conditioning["context"]]
+        if context is None and self.family.inputs.runs_without_text:
+            width = self.setup.transformer_config[self.family.inputs.conditioning["context"]]
             context = x.new_zeros(len(x), 0, width)
         check_call(self.family, x, timestep, context)
-        x, rescaled_options, finish = self.family.components.rescale(x, timestep, extra, transformer_options)
+        x, rescaled_options, finish = self.family.inputs.components.rescale(x, timestep, extra, transformer_options)
         positions = scales_of(self.family, transformer_options) | self.forwards.positions(self.modules)
         refuse_positions(self.family, positions, extra)
-        extra = self.family.unfold(extra | positions | variant_of(self.family)
+        extra = self.family.inputs.unfold(extra | positions | variant_of(self.family)
                                    | isolation_of(self.family, transformer_options))
         diffusion_model = self.modules[""][0]
         refuse_call(self.family, transformer_options, {"context": context, **extra}, diffusion_model)
@@ -224,11 +224,12 @@ class RemoteModel:
     def _answer(self, x, timestep, context, transformer_options, control=None, **extra):
         from . import cfg_branches as branches
         schedule, sigmas = transformer_options.get("sample_sigmas"), transformer_options.get("sigmas")
-        call_conditioning, components = self.family.per_call_inputs(timestep, transformer_options), {}
-        if self.family.components.names and isinstance(x, list):
-            components = {name: torch.zeros(latent.shape) for name, latent in zip(self.family.components.names, x[1:])}
-            x, timestep, call_conditioning = self.family.components.split(x, timestep, self.setup.transformer_config,
-                                                                          transformer_options)
+        of_latent, components = self.family.inputs.components, {}
+        call_conditioning = self.family.inputs.per_call_inputs(timestep, transformer_options)
+        if of_latent.names and isinstance(x, list):
+            components = {name: torch.zeros(latent.shape) for name, latent in zip(of_latent.names, x[1:])}
+            x, timestep, call_conditioning = of_latent.split(x, timestep, self.setup.transformer_config,
+                                                             transformer_options)
         sigmas = timestep if sigmas is None else sigmas
         sigma = sigmas.max().item()
         self._refuse_changed_modules(schedule, sigma)
@@ -266,7 +267,7 @@ class RemoteModel:
         if scores is not None:
             scores.write(x.device)
         first, *others = (latent.to(x.device) for latent in (prediction, *components.values()))
-        return [self.family.components.first(first), *others] if components else first
+        return [self.family.inputs.components.first(first), *others] if components else first
 
     def _options(self, sigma):
         """The ForwardOptions of a call at this noise level."""

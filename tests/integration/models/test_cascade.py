@@ -37,7 +37,7 @@ def test_a_file_as_it_is_published_has_comfyuis_tensors(comfyui):
     tensors = {f"{place}.in_proj_weight": torch.randn(12, 4, generator=generator),
                f"{place}.out_proj.weight": torch.eye(4), f"{place}.in_proj_bias": torch.randn(12, generator=generator)}
 
-    found = FAMILIES["Stable Cascade C"].convert(dict(tensors), {})
+    found = FAMILIES["Stable Cascade C"].detection.convert(dict(tensors), {})
 
     wanted = Stable_Cascade_C({}).process_unet_state_dict(dict(tensors))
     assert found.keys() == wanted.keys() and len(found) == 7

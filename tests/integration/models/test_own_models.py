@@ -186,7 +186,7 @@ def folder_of(comfyui):
         if name not in made:
             family, path = FAMILIES[name], comfyui.base / "diffusers" / f"own {name}"
             torch.manual_seed(0)
-            config = family.test_config.config | PIPELINES[name][1]
+            config = family.testing.config | PIPELINES[name][1]
             module = getattr(diffusers, family.transformer)(**config).eval().requires_grad_(False)
             for parameter in module.parameters():
                 if parameter.ndim > 1:
@@ -328,7 +328,7 @@ def test_latte_with_blocks_in_pairs_is_diffusers_own_model(size, frames):
     one = example("Latte", rows=size[0], columns=size[1], frames=frames, batch=2)
     module = diffusers.LatteTransformer3DModel(**one.config).double().eval()
     module.load_state_dict(one.model.state_dict())
-    inputs = one.family.inputs(one.latent, one.timestep, one.conditioning, one.config)
+    inputs = one.family.forward_arguments(one.latent, one.timestep, one.conditioning, one.config)
     with torch.inference_mode():
         want = module(**inputs | {"enable_temporal_attentions": True},
                       return_dict=False)[0][:, :4, :, :size[0], :size[1]]
@@ -343,7 +343,7 @@ def test_sana_video_by_sums_is_diffusers_own_model(monkeypatch, size, frames):
     one = example("Sana-Video", rows=size[0], columns=size[1], frames=frames, batch=2, masked=True)
     module = diffusers.SanaVideoTransformer3DModel(**one.config).double().eval()
     module.load_state_dict(one.model.state_dict())
-    inputs = one.family.inputs(one.latent, one.timestep, one.conditioning, one.config)
+    inputs = one.family.forward_arguments(one.latent, one.timestep, one.conditioning, one.config)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     with torch.inference_mode():
         want = module(**inputs, return_dict=False)[0][..., :size[0], :size[1]]

@@ -37,8 +37,8 @@ def test_every_tensor_of_a_published_file_has_its_place(comfyui, monkeypatch, na
     monkeypatch.setattr(anima, "LLMAdapter", getattr(anima.LLMAdapter, "func", anima.LLMAdapter))
     family_name, some_shapes, expected = PUBLISHED[name]
     family = FAMILIES[family_name]
-    if family.test_config.detected and not family.plan.takes_unet_patches:
-        monkeypatch.setattr(getattr(comfy.supported_models, family.test_config.detected), "unet_extra_config", {})
+    if family.testing.detected and not family.plan.takes_unet_patches:
+        monkeypatch.setattr(getattr(comfy.supported_models, family.testing.detected), "unet_extra_config", {})
     given = {key: torch.empty(shape, device="meta") for key, shape in some_shapes.items()}
     said = SAID.get(name, {})
     unet = comfy.model_detection.detect_unet_config(given, "", {"config": json.dumps({"transformer": said})})
@@ -51,17 +51,17 @@ def test_every_tensor_of_a_published_file_has_its_place(comfyui, monkeypatch, na
             assert unet["use_temporal_attention"] and not unet["disable_temporal_crossattention"]
         if family_name == "SD x4 upscaler":
             unet |= comfy.supported_models.SD_X4Upscaler.unet_extra_config
-    module, _, class_name = family.test_config.native.partition(":")
+    module, _, class_name = family.testing.native.partition(":")
     import comfy.ops
     with init_empty_weights() if family.computes_as_made else nullcontext():
         native = getattr(importlib.import_module(module), class_name)(
             **{key: value for key, value in unet.items()
-               if key != "image_model" or family.test_config.native.endswith(":Flux")},
+               if key != "image_model" or family.testing.native.endswith(":Flux")},
             dtype=torch.bfloat16, device=None if family.computes_as_made else "meta",
             operations=comfy.ops.disable_weight_init)
     tensors = native.state_dict()
     namings = [tensors]                                        # as ComfyUI saves it
-    if "ldm.flux" in family.test_config.native or family_name.startswith("Chroma"):     # and as it is published
+    if "ldm.flux" in family.testing.native or family_name.startswith("Chroma"):     # and as it is published
         namings += [{key.replace("_norm.weight", "_norm.scale") if "norm." in key else key: tensor
                      for key, tensor in tensors.items()}]
     if family.plan.hooks == "replicated":
@@ -69,13 +69,13 @@ def test_every_tensor_of_a_published_file_has_its_place(comfyui, monkeypatch, na
 
     for tensors in namings:
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-        assert family.recognise(shapes) and family.refuse(shapes) is None
-        config = family.config(shapes)
+        assert family.detection.recognise(shapes) and family.detection.refuse(shapes) is None
+        config = family.detection.config(shapes)
         assert expected.items() <= config.items()
-        config |= {f"_{key}": said.get(key, values[0]) for key, values in family.settings.items()}
+        config |= {f"_{key}": said.get(key, values[0]) for key, values in family.detection.settings.items()}
         with torch.device("meta"):
             model = build(family, config)
-        converted = family.convert(tensors, config)
+        converted = family.detection.convert(tensors, config)
         assert {key: tuple(tensor.shape) for key, tensor in converted.items()} == {
             key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
 

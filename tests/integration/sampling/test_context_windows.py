@@ -10,7 +10,7 @@ from tests.support.tolerances import close, relative_error
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides
 VIDEO = [kind for kind, family in families().items() if kind not in VARIANTS and not family.plan.is_unet
-         and len(family.latent.patch) == 3 and family.test_config.frames > 1 and kind != "minimax-h3"]
+         and len(family.inputs.latent.patch) == 3 and family.testing.frames > 1 and kind != "minimax-h3"]
 # how far windows are from none, relatively: each frame of SeedVR2's short video attends to itself and to the text alone
 LEAST = {"seedvr2": 5e-5}
 LAYOUTS = {"cfg2": {"cfg": 2}, "ring2": {"ring": 2}, "pipefusion2": {"pipefusion": 2, "warmup_steps": 1},

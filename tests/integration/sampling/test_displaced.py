@@ -49,9 +49,8 @@ class OracleForward:
                                               ParallelConfig.forecast_keys_values), config
             oracle, config = self.oracles[key]
             self.num_stale += is_stale
-            predictions.append(oracle.predict(is_stale,
-                                              **self.family.inputs(x[image:image + 1], timestep[image:image + 1], given,
-                                                                   config)))
+            predictions.append(oracle.predict(is_stale, **self.family.forward_arguments(
+                x[image:image + 1], timestep[image:image + 1], given, config)))
         return torch.cat(predictions)
 
 

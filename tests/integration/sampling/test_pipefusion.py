@@ -52,10 +52,10 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
         f"{comfyui.pack.__name__}.nodes.bridge.compatibility.comfyui_variants").variant_of
 
     def forward(x, timestep, context=None, control=None, transformer_options={}, **extra):
-        beside = family.per_call_inputs(timestep, transformer_options)
-        x, transformer_options, finish = family.components.rescale(x, timestep, extra, transformer_options)
+        beside = family.inputs.per_call_inputs(timestep, transformer_options)
+        x, transformer_options, finish = family.inputs.components.rescale(x, timestep, extra, transformer_options)
         if isinstance(x, list):
-            x, timestep, beside = family.components.split(x, timestep, config, transformer_options)
+            x, timestep, beside = family.inputs.components.split(x, timestep, config, transformer_options)
         size = family.patch_size(config)
         patches = cut_patches(x.shape, size, choose_num_patches(num_patches, 1, x.shape, size))
         schedule, sigma = transformer_options["sample_sigmas"], transformer_options["sigmas"].max()
@@ -75,7 +75,7 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
             prediction = torch.cat(
                 [one.predict(x, timestep, (patch.start, patch.start + rows)).narrow(dim, patch.start, rows)
                  for patch, rows in patches], dim)
-        return finish([family.components.first(prediction), *one.others] if one.others else prediction)
+        return finish([family.inputs.components.first(prediction), *one.others] if one.others else prediction)
 
     remote = proxy.model.remote                                # the workers are not asked; nothing is started
     remote.load = remote.unload = remote.end_run = lambda *base_model: None

@@ -12,7 +12,8 @@ from xdit_backend.models.common.example_inputs import conditioning_of, options_o
 
 EDIT = ["flux", "flux2", "qwen-image", "qwen-image-2511", "qwen-image-layered", "longcat-image", "ovis-image", "krea-2",
         "joyimage", "mage-flow"]
-METHODS = [(kind, method) for kind in EDIT for method in (None, *families()[kind].choices.get("ref_latents_method", ()))
+METHODS = [(kind, method) for kind in EDIT
+           for method in (None, *families()[kind].inputs.choices.get("ref_latents_method", ()))
            if method or kind != "krea-2"] + [("flux2-klein", "index_timestep_zero")]
 SIZES = [((12, 10), [(8, 14)]), ((7, 9), [(5, 3)]), ((4, 16), [(6, 6), (3, 10)]), ((11, 6), [(12, 4), (4, 4), (9, 7)])]
 
@@ -22,7 +23,7 @@ def random(*shape, seed=3):
 
 
 def references(kind, sizes, batch=1):
-    frames = (1,) if len(families()[kind].latent.patch) == 3 else ()
+    frames = (1,) if len(families()[kind].inputs.latent.patch) == 3 else ()
     channels = 128 if kind in ("flux2", "flux2-klein", "mage-flow") else 16
     return [random(batch, channels, *frames, *size, seed=number) for number, size in enumerate(sizes)]
 
@@ -121,7 +122,7 @@ def test_references_equal_comfyuis_own_module(comfyui, kind, method):
     family, config = families()[kind], comfyui.transformer_config(kind)
     ours, native = comfyui.ours(kind, comfyui.config("cpu")), comfyui.module(kind)
     for batch, (size, sizes) in enumerate(SIZES, 1):
-        frames = (1,) if len(family.latent.patch) == 3 else ()
+        frames = (1,) if len(family.inputs.latent.patch) == 3 else ()
         batch = 2 if batch == 4 and (kind, method) != ("flux2", "index_timestep_zero") else 1
         given = conditioning_of(family, config, torch.Generator().manual_seed(5), {"context": 9}, batch)
         given["transformer_options"] = options_of(family, given)

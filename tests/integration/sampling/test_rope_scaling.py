@@ -13,7 +13,8 @@ from tests.support.tolerances import close, relative_error
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides
 SCALES = {"scale_x": 1.5, "shift_x": 2.0, "scale_y": 0.7, "shift_y": -3.5, "scale_t": 1.3, "shift_t": 4.0}
-KINDS = [kind for kind, family in families().items() if "rope_scales" in family.conditioning and kind not in VARIANTS]
+KINDS = [kind for kind, family in families().items()
+         if "rope_scales" in family.inputs.conditioning and kind not in VARIANTS]
 LAYOUTS = {"ring2": {"ring": 2}, "pipefusion2": {"pipefusion": 2, "num_patches": 3, "warmup_steps": 9}}
 
 

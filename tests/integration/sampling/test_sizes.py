@@ -53,7 +53,7 @@ def test_positions_of_pixart_are_comfyuis_to_the_bit(comfyui, scale, dtype):
 
 def cases(kind):
     """Latent sizes: five sides in three shapes; of a video each with another number of frames."""
-    is_video = len(families()[kind].latent.patch) == 3 and families()[kind].test_config.frames > 1
+    is_video = len(families()[kind].inputs.latent.patch) == 3 and families()[kind].testing.frames > 1
     for number, side in enumerate(SIDES.get(kind, SIDES.get(kind.partition("-")[0], (2, 7, 12, 16, 21)))):
         for shape in SHAPES.values():
             height, width = round(side / shape ** 0.5), round(side * shape ** 0.5)
@@ -63,14 +63,14 @@ def cases(kind):
                 height, width = -(-height // 8) * 8 - 1, -(-width // 4) * 4 - 1
             if kind.startswith("pixart"):                      # nor smaller ones
                 width = max(width, 66 - height)
-            if len(families()[kind].latent.patch) == 1:
+            if len(families()[kind].inputs.latent.patch) == 1:
                 yield height * width * (1 + number),
                 continue
-            if families()[kind].test_config.rows is not None:
-                yield families()[kind].test_config.rows, height * width * (1 + number)
+            if families()[kind].testing.rows is not None:
+                yield families()[kind].testing.rows, height * width * (1 + number)
                 continue
             first = kind == "wan-animate-2"                    # a reference image, before the video
-            frames = (1 + number + first,) if is_video else (1,) * (len(families()[kind].latent.patch) - 2)
+            frames = (1 + number + first,) if is_video else (1,) * (len(families()[kind].inputs.latent.patch) - 2)
             yield *frames, height, width
 
 
@@ -83,24 +83,24 @@ def inputs(comfyui, kind, size, batch):
     given = as_comfyui(given, family) | ({"attention_mask": None} if family.name.startswith("LTX") else {})
     given.pop("face_pixel_values", None)                       # of 512 x 512 pixels, where nothing is thin
     given["transformer_options"] = options_of(family, given)
-    if "num_tokens" in (*family.ignored, *family.conditioning):
+    if "num_tokens" in (*family.inputs.ignored, *family.inputs.conditioning):
         given["num_tokens"] = 20
     # as ComfyUI hands them over; workers get them as shapes
-    given |= {name: len(given[name]) for name in family.counts if torch.is_tensor(given.get(name))}
+    given |= {name: len(given[name]) for name in family.inputs.counts if torch.is_tensor(given.get(name))}
     if "lyrics_strength" in given:                             # as ComfyUI hands it over
         given["lyrics_strength"] = 0.7
     if "frame_lasts" in given:
         given["fps"] = 30 / given.pop("frame_lasts")
     if family.name == "Mochi":                                 # whose module asks for it
         given["attention_mask"] = torch.ones(batch, 20, dtype=torch.long)
-    times = torch.tensor([0.9, 0.3])[:batch] * family.time_scale
-    if family.components.names:                                           # without sound, and with some of every length
+    times = torch.tensor([0.9, 0.3])[:batch] * family.inputs.time_scale
+    if family.inputs.components.names:                                    # without sound, and with some of every length
         length = 3 * size[0] - 3 if kind.startswith("ltx") else size[0]
-        shapes = family.components.shapes(comfyui.transformer_config(kind), x.shape, length)
-        shape = shapes.get(*family.components.names)
-        length = length or shape is not None and "audio" not in family.components.names
+        shapes = family.inputs.components.shapes(comfyui.transformer_config(kind), x.shape, length)
+        shape = shapes.get(*family.inputs.components.names)
+        length = length or shape is not None and "audio" not in family.inputs.components.names
         beside = [torch.randn(shape, generator=torch.Generator().manual_seed(8))] if length else []
-        x = [family.components.first(x), *beside]
+        x = [family.inputs.components.first(x), *beside]
         times = (times, 0.8 * times) if kind.startswith("ltx") else times
     return x, times, given
 

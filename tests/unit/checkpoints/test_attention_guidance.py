@@ -55,12 +55,13 @@ def both(path, family, options, **patches):
     latent, timestep, conditioning = requested(family, transformer.config)
     twice = lambda tensor: torch.cat([tensor, tensor.flip(-1)]) if torch.is_tensor(tensor) else tensor  # noqa: E731
     latent, timestep = torch.cat([latent, latent]), torch.cat([timestep, timestep])
-    conditioning = {name: value if name in family.counts else twice(value) for name, value in conditioning.items()}
+    conditioning = {name: value if name in family.inputs.counts else twice(value)
+                    for name, value in conditioning.items()}
     with torch.inference_mode():
         output, _ = loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent, timestep, conditioning,
                                                     patches=ModelPatches(**patches)))
         net = comfy.sd.load_diffusion_model(str(path)).model.diffusion_model
-        counted = {name: len(conditioning[name]) for name in family.counts if name in conditioning}
+        counted = {name: len(conditioning[name]) for name in family.inputs.counts if name in conditioning}
         call = functools.partial(net, latent, timestep, **as_comfyui(conditioning, family) | counted)
         own = options_of(family, conditioning)
         plain = call(transformer_options=own)

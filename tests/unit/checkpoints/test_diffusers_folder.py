@@ -124,7 +124,7 @@ def test_families_of_one_class_are_told_apart_in_their_tiny_folders(tmp_path, na
 def family_of_config(folder, family, shapes):
     """The family recognised in a folder whose config.json has what a file of these shapes gives."""
     folder.mkdir()
-    config = {key: value for key, value in family.config(shapes).items() if value is not None}
+    config = {key: value for key, value in family.detection.config(shapes).items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config | {"_class_name": family.transformer}))
     write_header(folder / f"{NAME}.safetensors", shapes)
     return open_checkpoint(folder).family.name
@@ -143,5 +143,5 @@ def test_a_distilled_hunyuanimage_with_one_of_its_inputs_is_told_by_that(tmp_pat
     family, shapes, _ = PUBLISHED["hunyuan-image-distilled"]
     shapes = {name: shape for name, shape in shapes.items() if not name.startswith(lacking)}
 
-    assert FAMILIES[family].recognise(shapes)
+    assert FAMILIES[family].detection.recognise(shapes)
     assert family_of_config(tmp_path / "model", FAMILIES[family], shapes) == family

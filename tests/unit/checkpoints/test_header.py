@@ -658,7 +658,7 @@ def test_published_models_are_recognised_with_any_prefix(tmp_path, name, prefix)
     family = header.family
 
     assert (family.name, header.prefix, header.shapes) == (family_name, prefix, shapes)
-    assert expected.items() <= family.config(header.shapes).items()
+    assert expected.items() <= family.detection.config(header.shapes).items()
 
 
 @pytest.mark.parametrize("config, family", [
@@ -670,7 +670,7 @@ def test_metadata_tells_families_that_have_the_same_tensors(tmp_path, config, fa
     header = open_checkpoint(tmp_path / "model.safetensors")
 
     assert header.family.name == family
-    assert family == "Wan" or {"dim": 5120, "in_dim": 36, "_image_dim": 1280}.items() <= header.family.config(
+    assert family == "Wan" or {"dim": 5120, "in_dim": 36, "_image_dim": 1280}.items() <= header.family.detection.config(
         header.shapes).items()
 
 
@@ -684,7 +684,7 @@ def test_metadata_that_cannot_be_read_is_refused(tmp_path):
 def needed_of(family, shapes):
     """Names that the family's recognition asks a file for, and that are there."""
     requested = _RecordedShapes(shapes)
-    assert FAMILIES[family].recognise(requested)
+    assert FAMILIES[family].detection.recognise(requested)
     return sorted({*requested.found})
 
 
@@ -701,7 +701,8 @@ def test_a_file_that_lacks_one_tensor_is_said_to_be_nearly_of_its_family(tmp_pat
     for needed in needed_of(family, shapes):
         write_header(tmp_path / "model.safetensors", {key: shape for key, shape in shapes.items() if key != needed})
         header = open_checkpoint(tmp_path / "model.safetensors")
-        if needed == TELLING.get(family) or any(other.recognise(header.shapes) for other in FAMILIES.values()):
+        if needed == TELLING.get(family) or any(
+                other.detection.recognise(header.shapes) for other in FAMILIES.values()):
             continue
 
         with pytest.raises(CheckpointError,

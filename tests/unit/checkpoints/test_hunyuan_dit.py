@@ -23,7 +23,7 @@ def models(file_of, tmp_path_factory):
     file_of("hunyuandit")                                      # which makes ComfyUI importable
     import comfy.ops
     from comfy.ldm.hydit.models import HunYuanDiT
-    native = HunYuanDiT(**FAMILY.test_config.arguments, **FAMILY.test_config.more, dtype=torch.float32, device="cpu",
+    native = HunYuanDiT(**FAMILY.testing.arguments, **FAMILY.testing.more, dtype=torch.float32, device="cpu",
                         operations=comfy.ops.disable_weight_init)
     with torch.no_grad():
         fill(native, torch.Generator().manual_seed(3))
@@ -44,7 +44,7 @@ def test_a_version_that_is_told_sizes_equals_comfyuis_own(models, tokens, masked
     x, t = torch.randn(2, 4, 7, 12, generator=torch.Generator().manual_seed(2)), torch.tensor([900.0, 30.0])
 
     with torch.inference_mode():
-        result = FAMILY.prediction(model(**FAMILY.inputs(x, t, {**given, "image_meta_size": SIZES}, config),
+        result = FAMILY.prediction(model(**FAMILY.forward_arguments(x, t, {**given, "image_meta_size": SIZES}, config),
                                          return_dict=False)[0], x)
         want, other = (native(x, t, **{name: tensor.clone() for name, tensor in given.items()},
                               image_meta_size=sizes.repeat(2, 1))

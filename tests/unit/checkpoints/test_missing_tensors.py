@@ -61,7 +61,7 @@ def test_mutated_headers_are_refused_in_words(tmp_path, shapes_of, kind):
     """A tensor left out, of another shape, of absurd size, one too many: six of each, or three;
     the same ones each time."""
     chance, path = random.Random(kind), tmp_path / "model.safetensors"
-    unread = {"y_embedder.y_embedding", *families()[kind].values}              # for training; which the node reads
+    unread = {"y_embedder.y_embedding", *families()[kind].detection.values}    # for training; which the node reads
     write_header(path, shapes_of(kind))
     whole, _ = look_at(path)
     for number in range(24 if kind in FEW_FAMILIES else 12):
@@ -91,7 +91,7 @@ def test_a_tensor_that_is_missing_is_named(tmp_path, shapes_of, kind):
     """Under the name it has in the file, or the one it has in diffusers."""
     shapes = shapes_of(kind)
     name = next(name for end in (".bias", ".weight") for name in reversed(shapes)
-                if name.endswith(end) and "1" in name and name not in families()[kind].values)  # the node names them
+                if name.endswith(end) and "1" in name and name not in families()[kind].detection.values)
     del shapes[name]
     write_header(tmp_path / "model.safetensors", shapes)
 
@@ -155,7 +155,7 @@ def folder_of(tmp_path_factory):
             shutil.copy(path / "config.json", path / "original.json")
         config = json.loads((path / "original.json").read_text())
         # those of the published sizes, which the tiny model has others of
-        rules = families_by_name()[name].config.rules
+        rules = families_by_name()[name].detection.config.rules
         fixed = {key: value for key, value in rules.items() if not callable(value) and key not in changes}
         (path / "config.json").write_text(json.dumps(config | fixed | changes))
         return path

@@ -38,7 +38,7 @@ def test_published_sizes(name, published, sums):
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.plan.is_unet])
 def test_every_family_has_a_net(name):
     family = FAMILIES[name]
-    dims = dims_of(family, build_empty(family, family.test_config.config))
+    dims = dims_of(family, build_empty(family, family.testing.config))
 
     assert dims.blocks > 0 and dims.width > 0 and 0 < dims.key_heads <= dims.heads and dims.elements > 1
 
@@ -49,7 +49,7 @@ def test_every_family_has_a_net(name):
 def test_tokens_of_a_models_own_are_among_those_of_a_job(name, shape, expected):
     """They pass the blocks as the sound's do; text that is read by cross-attention does not."""
     family = FAMILIES[name]
-    dims = dims_of(family, build_empty(family, family.test_config.config))
+    dims = dims_of(family, build_empty(family, family.testing.config))
 
     job = job_of(family, dims, shape, {"context": torch.empty(1, 7, 1, device="meta")}, 20)
 

@@ -166,7 +166,7 @@ def test_other_small_transformers_are_read_back_and_predict_velocities(tmp_path,
     with torch.no_grad():
         predicted = small.predicted(model, latent, sigma, context, pooled)
         given = {name: value for name, value in (("context", context), ("y", pooled))
-                 if name in header.family.conditioning}
-        inputs = header.family.inputs(latent, sigma * header.family.time_scale, given, header.config)
+                 if name in header.family.inputs.conditioning}
+        inputs = header.family.forward_arguments(latent, sigma * header.family.inputs.time_scale, given, header.config)
         assert torch.equal(header.family.prediction(read(**inputs, return_dict=False)[0], latent), predicted)
     assert predicted.shape == latent.shape and predicted.std() > 1e-3

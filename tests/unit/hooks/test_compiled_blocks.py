@@ -1,7 +1,6 @@
 """Blocks as torch.compile makes them: every family under every method gives what it gives as it is, each kind of block
 has one graph, and what cannot be compiled is refused in words."""
 
-import dataclasses
 import itertools
 
 import pytest
@@ -24,6 +23,8 @@ from xdit_backend.hooks.replicated_unet import ReplicatedHooks
 from xdit_backend.hooks.transformer import Hooks
 from xdit_backend.hooks.unet import UNetHooks
 from xdit_backend.memory.staging import PinnedAhead
+from xdit_backend.models.common.family import derived
+from xdit_backend.models.common.plan import ModelPlan
 from xdit_backend.parallel.stale_kv_cache import KeyValues
 from xdit_backend.partition import cut_patches
 from xdit_backend.protocol.errors import UnsupportedError
@@ -171,7 +172,7 @@ def test_layers_that_a_network_leads_run_as_they_are():
     plain = forward(one, hooks, "")
     weights = of_a_query(one.model.transformer_blocks[0].attn1.to_q.in_features)
     led = NetworkUse("lllite", "layers", 1.0, "image"), Network(NetworkSpec("lllite", {}), weights, CPU)
-    image = {"image": torch.randn(1, one.family.latent.num_tokens(one.latent.shape), 4, dtype=torch.float64)}
+    image = {"image": torch.randn(1, one.family.inputs.latent.num_tokens(one.latent.shape), 4, dtype=torch.float64)}
     graphs = []
     for networks in ((), (led,), (led,), ()):
         out = [forward(one, hooks, backend, control=image, networks=networks) for backend in ("reusing", "")]
@@ -222,7 +223,7 @@ def test_what_cannot_be_compiled_is_refused_in_words():
     one = example("HiDream-I1")
 
     with pytest.raises(UnsupportedError, match="^Set compile to off in xDiT Parallel Config, or remove TorchCompileM"):
-        forward(one, Hooks(one.model, dataclasses.replace(one.family.plan, graph_breaks=())))
+        forward(one, Hooks(one.model, derived(ModelPlan, one.family.plan)))          # without graph_breaks
 
 
 def test_more_shapes_than_there_may_be_graphs_are_compiled_anew(monkeypatch):
@@ -239,7 +240,7 @@ def test_a_graph_that_asks_wrongly_is_seen(monkeypatch, mutant):
     """An attention that is taken for one that no method shares; outputs of another step, taken for this one's."""
     one, kept = example("Flux.1"), KeyValues()
     hooks = Hooks(one.model, one.family.plan)
-    patches = cut_patches(one.latent.shape, one.family.latent.patch, 2)
+    patches = cut_patches(one.latent.shape, one.family.inputs.latent.patch, 2)
 
     def step(backend, kept, timestep):
         keeping = {"key_values": kept, "first_image": 0, "num_images": 1}

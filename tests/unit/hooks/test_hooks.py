@@ -91,14 +91,15 @@ def test_prediction_equals_the_model(on_shared_ranks, name, layout):
         ("Z-Image", "ulysses4", (4, 1, 2, 1))))], ids=str)
 def test_ranks_that_differ_in_speed_predict_the_same(name, layout, speeds):
     """Ranks with no text at all among them; masked text where the family has a mask."""
-    shapes = [*SHAPES.values(), *([MASKED] if "attention_mask" in FAMILIES[name].conditioning else [])]
+    shapes = [*SHAPES.values(), *([MASKED] if "attention_mask" in FAMILIES[name].inputs.conditioning else [])]
 
     results = run_ranks(difference, len(speeds), name, LAYOUTS[layout], shapes, None, speeds)
 
     within(max(max(result) for result in results), EXACT)
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if "attention_mask" in family.conditioning])
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items()
+                                  if "attention_mask" in family.inputs.conditioning])
 @pytest.mark.parametrize("layout", ["ulysses2", "ring2-ulysses2", "ring3"])
 def test_masked_text_is_not_attended_to(on_shared_ranks, name, layout):
     """Two images, whose masks differ: on some ranks all text of one is masked."""
@@ -385,7 +386,7 @@ def test_a_video_of_fewer_frames_than_ranks_is_refused_where_these_have_whole_on
 def masked(rank, world_size):
     torch.set_grad_enabled(False)
     one = example("PixArt-Sigma")
-    inputs = one.family.inputs(one.latent, one.timestep, one.conditioning, one.config)
+    inputs = one.family.forward_arguments(one.latent, one.timestep, one.conditioning, one.config)
     hooks = Hooks(one.model, one.family.plan)
     with hooks.serving(whole(build_mesh(Layout(ring_degree=2), 2), one, hooks)):
         one.model(**inputs, attention_mask=torch.ones(1, 15), return_dict=False)

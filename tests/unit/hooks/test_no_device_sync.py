@@ -19,7 +19,7 @@ READING = ("HiDream-I1", "Hunyuan3D 2.1", "HunyuanImage", "HunyuanImage distille
 # of diffusers' Qwen-Image, where text is masked; of ComfyUI's Wan, which counts the frequencies of a time on the host
 ALLOWED = "compute_text_seq_len_from_mask", "sinusoidal_embedding_1d", "model_wandancer.py"
 CASES = [(name, masked) for name in CONFIGS if name not in READING for masked in (False, True)
-         if not masked or "attention_mask" in FAMILIES[name].conditioning]
+         if not masked or "attention_mask" in FAMILIES[name].inputs.conditioning]
 
 
 @pytest.mark.parametrize("name, masked", CASES)

@@ -21,7 +21,7 @@ def predict(client, spec, calls, num_channels=CHANNELS, **degrees):
 
 
 METHODS = [{"cfg": 2}, {"data": 2}, {"ulysses": 2}, {"ring": 2}]
-TOLD = [name for name in FOLDERS if not FAMILIES[name].settings]               # which a folder does not say
+TOLD = [name for name in FOLDERS if not FAMILIES[name].detection.settings]               # which a folder does not say
 
 
 def methods_of(name):
@@ -201,7 +201,7 @@ def test_all_ranks_share_one_copy_of_the_file(client, tmp_path):
 
     from xdit_backend.checkpoints.checkpoint import open_checkpoint
     from xdit_backend.models import FAMILIES
-    config = {**FAMILIES["SD3"].test_config.config, "num_layers": 4, "num_attention_heads": 8, "attention_head_dim": 64,
+    config = {**FAMILIES["SD3"].testing.config, "num_layers": 4, "num_attention_heads": 8, "attention_head_dim": 64,
               "caption_projection_dim": 512}
     specs = []
     for name, num_layers in (("small", 1), ("large", 4)):

@@ -24,7 +24,7 @@ from xdit_backend.tools.dry_run.simulated_rank import table_of
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     from diffusers import FluxTransformer2DModel
-    path, config = tmp_path_factory.mktemp("flux"), FAMILIES["Flux.1"].test_config.config | {"num_single_layers": 14}
+    path, config = tmp_path_factory.mktemp("flux"), FAMILIES["Flux.1"].testing.config | {"num_single_layers": 14}
     torch.manual_seed(0)
     FluxTransformer2DModel(**config).save_pretrained(path / "transformer")
     return path
@@ -87,7 +87,7 @@ def test_a_file_that_is_written_to_fails_the_run_in_words_and_one_that_is_remove
     another that does: the stage after has what it needs by then."""
     from diffusers import FluxTransformer2DModel
     torch.manual_seed(0)
-    FluxTransformer2DModel(**FAMILIES["Flux.1"].test_config.config | {"num_single_layers": 14}).save_pretrained(
+    FluxTransformer2DModel(**FAMILIES["Flux.1"].testing.config | {"num_single_layers": 14}).save_pretrained(
         tmp_path / "transformer")
     checkpoint, one = open_checkpoint(tmp_path), example("Flux.1", torch.float32)
     stages = Stages(2, 1) if "pipefusion" in degrees else None

@@ -21,7 +21,7 @@ def large_spec(tmp_path_factory):
     """large_spec(dtype): of an SD3 with 127 M parameters, 486 MB in float32."""
     from diffusers import SD3Transformer2DModel
     folder = tmp_path_factory.mktemp("large")
-    config = {**FAMILIES["SD3"].test_config.config, "num_layers": 6, "num_attention_heads": 12,
+    config = {**FAMILIES["SD3"].testing.config, "num_layers": 6, "num_attention_heads": 12,
               "attention_head_dim": 64,
               "caption_projection_dim": 768}
     SD3Transformer2DModel(**config).save_pretrained(folder / "transformer")

@@ -37,7 +37,7 @@ def cuts(one, num_patches):
 
 def sample(client, spec, one, layout, num_patches, warmup_steps, by_image=False, extrapolation=0.0):
     """A run as the bench drives it; every patch goes on as soon as its own prediction is there."""
-    x = euler(client, Model(spec, one.latent.shape[1], one.family.time_scale), call_of(one), Sampling(SIGMAS),
+    x = euler(client, Model(spec, one.latent.shape[1], one.family.inputs.time_scale), call_of(one), Sampling(SIGMAS),
               Method(layout, warmup_steps, cuts(one, num_patches), extrapolation, by_image))
     client.end_run()
     return x

@@ -48,19 +48,19 @@ def test_a_family_is_one_small_file(name):
 
 # of the others, some are folders, and metadata says what some are
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items()
-                                  if not family.sampled and not family.described])
+                                  if not family.sampled and not family.detection.described])
 def test_a_file_is_of_one_family(name):
     published = [shapes for family, shapes, _ in PUBLISHED.values() if family == name]
 
     assert published
     for shapes in published:
         assert [family.name for family in FAMILIES.values()
-                if not family.described and family.recognise(shapes)] == [name]
+                if not family.detection.described and family.detection.recognise(shapes)] == [name]
 
 
 def test_a_diffusers_that_is_too_old_for_a_family_is_refused_by_name(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.36.0")
 
-    assert FAMILIES["Qwen-Image"].refuse({}) == "it needs diffusers 0.37 or newer, and this is 0.36.0"
+    assert FAMILIES["Qwen-Image"].detection.refuse({}) == "it needs diffusers 0.37 or newer, and this is 0.36.0"
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.37.0")
-    assert FAMILIES["Qwen-Image"].refuse({}) is None
+    assert FAMILIES["Qwen-Image"].detection.refuse({}) is None

@@ -17,7 +17,7 @@ from xdit_backend.protocol.specs import Patch
 @pytest.mark.parametrize("patch, rows", [(None, 6), (Patch(3, 2, 6), 4)], ids=["whole", "a patch"])
 def test_a_video_beside_the_latent_is_of_its_size(family, name, scale, title, patch, rows):
     latent = torch.zeros(1, 16, 3, rows, 10)
-    rule = next(iter(FAMILIES[family].arguments.values()))          # of the latent
+    rule = next(iter(FAMILIES[family].inputs.arguments.values()))          # of the latent
 
     def call(sides):
         video = torch.zeros(1, 2, 3, *(scale * side for side in sides))
@@ -32,7 +32,7 @@ def test_a_video_beside_the_latent_is_of_its_size(family, name, scale, title, pa
                          ids=["whole", "a frame of it", "rows of it"])
 def test_a_cameras_way_is_as_long_as_the_latent(patch, frames):
     latent = torch.zeros(1, 16, frames, 6 if patch is None or patch.dim == 2 else 4, 10)
-    rule = next(iter(FAMILIES["Wan Camera"].arguments.values()))
+    rule = next(iter(FAMILIES["Wan Camera"].inputs.arguments.values()))
 
     def call(frames):
         return CallInputs(latent, torch.zeros(1), {"camera_conditions": torch.zeros(1, 24, frames, 48, 80)},
@@ -48,7 +48,7 @@ def test_a_cameras_way_is_as_long_as_the_latent(patch, frames):
                          ids=["whole", "a frame of it", "rows of it"])
 def test_a_model_of_images_refuses_a_video_by_its_piece_too(patch, frames):
     """Stages get pieces alone where no step is whole, and a frame of a video looks like an image."""
-    rule = next(iter(FAMILIES["Krea 2"].arguments.values()))
+    rule = next(iter(FAMILIES["Krea 2"].inputs.arguments.values()))
 
     def call(frames, patch):
         return CallInputs(torch.zeros(1, 16, frames, 4, 10), torch.zeros(1), {}, SimpleNamespace(), patch)

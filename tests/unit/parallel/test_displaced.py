@@ -72,10 +72,11 @@ def simulated(name, starts, shape, warmup_steps, heun, mode, extrapolation):
 
     def oracle(x, timestep, is_stale):
         return stale.predict(is_stale and mode != "full_sync",
-                             **one.family.inputs(x, timestep, one.conditioning, one.config))
+                             **one.family.forward_arguments(x, timestep, one.conditioning, one.config))
 
     def model(x, timestep, is_stale):
-        return one.model(**one.family.inputs(x, timestep, one.conditioning, one.config), return_dict=False)[0]
+        arguments = one.family.forward_arguments(x, timestep, one.conditioning, one.config)
+        return one.model(**arguments, return_dict=False)[0]
     return sample(oracle, one.latent, warmup_steps, heun), sample(model, one.latent, warmup_steps, heun)
 
 
@@ -280,7 +281,7 @@ def transformer_on_ranks(rank, world_size, name, layout, shape, mutant, speeds, 
         predict = functools.partial(predicted_whole, loaded, mesh, exchange, one.conditioning, backend)
         with unrounded(layout.tensor_degree):
             results.append(sample(predict, one.latent, warmup_steps, heun=warmup_steps == 1,
-                                  scale=one.family.time_scale))
+                                  scale=one.family.inputs.time_scale))
         exchange.drain()
     return results
 
@@ -306,8 +307,8 @@ def check_transformer(name, layout, shape, mutant=None, speeds=(), shards=None, 
         return one.run()[:, :x.shape[1]]
     with unrounded(layout.tensor_degree):
         oracle = sample(lambda x, timestep, is_stale: stale.predict(x, timestep, is_stale)[:, :x.shape[1]],
-                        stale.example.latent, 1, True, one.family.time_scale)
-        single = [sample(model, example(name, **shape).latent, ALL, heun, one.family.time_scale)
+                        stale.example.latent, 1, True, one.family.inputs.time_scale)
+        single = [sample(model, example(name, **shape).latent, ALL, heun, one.family.inputs.time_scale)
                   for heun in (False, True)]
     assert all(torch.equal(displaced_, other[0]) for other in others)
     return [(a - b).abs().max().item()
@@ -394,7 +395,7 @@ def extrapolated_on_ranks(rank, world_size, name, layout, shape, mutant):
             result = predict(x, timestep, is_stale)
             seen.add(tuple(exchange.addresses))
             return result
-        results.append(sample(noted, one.latent, warmup_steps, second, one.family.time_scale))
+        results.append(sample(noted, one.latent, warmup_steps, second, one.family.inputs.time_scale))
         exchange.drain()
         cached.append(exchange.num_bytes)
         addresses.append(len(seen))
@@ -423,7 +424,7 @@ def check_extrapolated(name, layout, mutant=None):
                                     extrapolation=strength).predict
                    for strength in (FORECAST, 0.0)]
         wanted = [sample(functools.partial(of_latent, predict), given.latent, warmup_steps, second,
-                         given.family.time_scale)
+                         given.family.inputs.time_scale)
                   for predict in (*oracles, model)]
         errors.append(tuple((result - each).abs().max().item() for each in wanted))
     return errors, cached

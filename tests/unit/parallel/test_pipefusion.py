@@ -177,7 +177,7 @@ def in_turn(names):
 
 
 @pytest.mark.parametrize("name, layout", in_turn(name for name in having("pipefusion", FAMILIES)
-                                                 if "attention_mask" in FAMILIES[name].conditioning), ids=str)
+                                                 if "attention_mask" in FAMILIES[name].inputs.conditioning), ids=str)
 def test_masked_text_equals_the_oracle(name, layout):
     within(error(name, layout, [(4, 1), (3, 0), (2, 3)], options={"masked": True}), EXACT)
 

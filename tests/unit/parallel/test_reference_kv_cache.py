@@ -43,7 +43,7 @@ class Oracle:
 
     def run(self, one, images=None):
         self.images, self.coming = images, iter(self.cached)
-        self.num_tokens = one.family.lengths["reference"](one.conditioning)
+        self.num_tokens = one.family.inputs.lengths["reference"](one.conditioning)
         self.module.dispatch_attention_fn = self
         try:
             return one.run()
@@ -102,7 +102,7 @@ def test_later_calls_attend_to_kept_references(name, layout):
 
     within(max(max(found) for found, _ in results), EXACT)
     net = dataclasses.replace(dims_of(FAMILIES[name], example(name).model), element_bytes=8)
-    references = calls_of(name)[0][0].family.lengths["reference"](calls_of(name)[0][0].conditioning)
+    references = calls_of(name)[0][0].family.inputs.lengths["reference"](calls_of(name)[0][0].conditioning)
     job = Job(6 * 10, 7 + references, steps=1, images=2, cached=references)
     degrees = Degrees(ulysses=LAYOUTS[layout].ulysses_degree, ring=LAYOUTS[layout].ring_degree)
     cached = statistics.mean(num_bytes for _, num_bytes in results)

@@ -23,7 +23,7 @@ def take_width(set_attribute=setattr):
     """Have ComfyUI's class take the tiny model's width for that of 7 billion weights."""
     class_at(FAMILIES[NAME].transformer)
     import comfy.ldm.seedvr.model as module
-    set_attribute(module, "SEEDVR2_7B_VID_DIM", FAMILIES[NAME].test_config.config["vid_dim"])
+    set_attribute(module, "SEEDVR2_7B_VID_DIM", FAMILIES[NAME].testing.config["vid_dim"])
 
 
 def execute_7b(rank, world_size, runs):

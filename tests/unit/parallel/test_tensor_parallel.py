@@ -79,7 +79,7 @@ def is_spread(name):
 
 def degrees_of(name):
     """That divide the heads of the family's tiny model."""
-    config, family = FAMILIES[name].test_config.config, FAMILIES[name]
+    config, family = FAMILIES[name].testing.config, FAMILIES[name]
     if not is_spread(name):
         return []
     return [degree for degree in (2, 4) if family.num_heads(config) % degree == (family.num_key_heads(config) or degree)

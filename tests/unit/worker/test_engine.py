@@ -162,7 +162,7 @@ def mixtures(world_size):
 
 
 def stages_of(layout):
-    return Stages(layout.pipefusion_degree, layout.ring_degree * layout.ulysses_degree * layout.tensor_degree)
+    return Stages(layout.pipefusion_degree, layout.stage_ranks)
 
 
 def name_of(layout):

@@ -64,7 +64,7 @@ def test_a_class_that_lacks_what_a_plan_names_is_refused(monkeypatch, name, part
         monkeypatch.delattr(next(each for each in cls.__mro__ if part in vars(each)), part)
 
     with pytest.raises(CheckpointError, match=f"of ComfyUI {version} {what}"):
-        build_empty(family, family.test_config.config)
+        build_empty(family, family.testing.config)
 
 
 def _rename_argument(model):
@@ -81,11 +81,11 @@ def test_no_comfyui_is_said_by_name(monkeypatch, tmp_path):
     monkeypatch.setattr("xdit_backend.comfyui.native_models.find_comfyui", lambda: None)
 
     with pytest.raises(CheckpointError, match="^Install ComfyUI on this machine, and set XDIT_COMFYUI"):
-        build_empty(FAMILIES["Lens"], FAMILIES["Lens"].test_config.config)
+        build_empty(FAMILIES["Lens"], FAMILIES["Lens"].testing.config)
 
 
 def test_what_comfyui_makes_in_float32_stays_so():
-    model = build_empty(FAMILIES["Wan Camera"], FAMILIES["Wan Camera"].test_config.config)
+    model = build_empty(FAMILIES["Wan Camera"], FAMILIES["Wan Camera"].testing.config)
 
     assert model.wide_modules == {"patch_embedding"}
     assert model.text_embedding[0].weight.dtype == torch.bfloat16

@@ -32,31 +32,32 @@ class ExampleCall:
 
 def example_call(family, config, generator):
     """A small random call of a family's class. config: of the model."""
-    batch = family.test_config.frames if family.has_frames_as_batch else 1
+    batch = family.testing.frames if family.has_frames_as_batch else 1
     size = latent_size(family, *SIDES_OF.get(family.name, UNET_SIDES if family.plan.is_unet else SIDES))
     latent = torch.randn(batch, family.taken_channels(config), *size, generator=generator)
     conditioning = conditioning_of(family, config, generator, {"context": NUM_TOKENS}, batch, size)
     conditioning.pop("face_pixel_values", None)                # of 512 x 512 pixels
     found = as_comfyui(conditioning, family)
     options = options_of(family, found)
-    found |= {name: len(found[name]) for name in family.counts if torch.is_tensor(found.get(name))}
-    if "num_tokens" in (*family.ignored, *family.conditioning):
+    found |= {name: len(found[name]) for name in family.inputs.counts if torch.is_tensor(found.get(name))}
+    if "num_tokens" in (*family.inputs.ignored, *family.inputs.conditioning):
         found["num_tokens"] = NUM_TOKENS
     if "lyrics_strength" in found:
         found["lyrics_strength"] = 0.7
     if "frame_lasts" in found:
         found["fps"] = 30 / found.pop("frame_lasts")
-    if "num_tokens" in family.conditioning and "attention_mask" in family.conditioning:
+    if "num_tokens" in family.inputs.conditioning and "attention_mask" in family.inputs.conditioning:
         found["attention_mask"] = torch.ones(batch, NUM_TOKENS, dtype=torch.long)
-    elif "frame_rate" in (*family.conditioning, *family.ignored):
+    elif "frame_rate" in (*family.inputs.conditioning, *family.inputs.ignored):
         found["attention_mask"] = None
-    timestep = torch.full((batch,), SIGMA * family.time_scale)
-    if family.components.names:
-        name, *_ = family.components.names
-        component = torch.randn(family.components.shapes(config, latent.shape, NUM_AUDIO)[name], generator=generator)
-        latent = [family.components.first(latent), component]
-        if "audio_times" in family.components.shapes(config, latent[0].shape, NUM_AUDIO):
-            timestep = timestep, torch.full((batch,), AUDIO_SIGMA * family.time_scale)
+    timestep = torch.full((batch,), SIGMA * family.inputs.time_scale)
+    if family.inputs.components.names:
+        name, *_ = family.inputs.components.names
+        component = torch.randn(family.inputs.components.shapes(config, latent.shape, NUM_AUDIO)[name],
+                                generator=generator)
+        latent = [family.inputs.components.first(latent), component]
+        if "audio_times" in family.inputs.components.shapes(config, latent[0].shape, NUM_AUDIO):
+            timestep = timestep, torch.full((batch,), AUDIO_SIGMA * family.inputs.time_scale)
     return ExampleCall(latent, timestep, found, options)
 
 
@@ -67,15 +68,15 @@ def latent_size(family, rows, columns, frames=None):
     scale = pixels_a_side(family)
     rows, columns = rows * scale, columns * scale
     columns = max(columns, MIN_SIDES.get(family.name, 0) - rows)
-    if family.test_config.rows is not None:
-        return family.test_config.rows, rows * columns + 1
+    if family.testing.rows is not None:
+        return family.testing.rows, rows * columns + 1
     return {1: (rows * columns + 1,), 2: (rows, columns),
-            3: (frames or family.test_config.frames, rows, columns)}[len(family.latent.patch)]
+            3: (frames or family.testing.frames, rows, columns)}[len(family.inputs.latent.patch)]
 
 
 def pixels_a_side(family):
     """Rows of a model of pixels for each row of a latent of other models."""
-    return max(1, family.latent.patch[-1] // 2)
+    return max(1, family.inputs.latent.patch[-1] // 2)
 
 
 def conditioning_of(family, config, generator, lengths, batch=1, size=()):
@@ -84,20 +85,20 @@ def conditioning_of(family, config, generator, lengths, batch=1, size=()):
     lengths: {name: number of tokens} of texts; "context" is needed. size: latent_size.
     """
     found = {}
-    for name, width in family.conditioning.items():
+    for name, width in family.inputs.conditioning.items():
         if name == "lyric_token_idx":
             found[name] = torch.randint(0, config["lyric_encoder_vocab_size"], (batch, lengths["context"] + 2),
                                         generator=generator)
         elif name in ("input_ids", "position_ids"):
             own = 1 if name == "position_ids" else batch       # ComfyUI makes one for all images
-            shape = family.test_config.input_shapes[name](config, (own, 0, *size), lengths["context"])
+            shape = family.testing.input_shapes[name](config, (own, 0, *size), lengths["context"])
             found[name] = torch.randint(0, 50, shape, generator=generator)
             if name == "input_ids":
                 found[name][:, -1] = TIME_TOKEN
             found[name] = found[name].expand(batch, *shape[1:])
-        elif name in family.test_config.input_shapes:
-            found[name] = torch.randn(family.test_config.input_shapes[name](config, (batch, 0, *size),
-                                                                            lengths["context"]),
+        elif name in family.testing.input_shapes:
+            found[name] = torch.randn(family.testing.input_shapes[name](config, (batch, 0, *size),
+                                                                       lengths["context"]),
                                       generator=generator)
         elif name == "y" and config.get("num_class_embeds"):   # a class
             found[name] = torch.randint(0, config["num_class_embeds"], (batch,), generator=generator)
@@ -135,7 +136,9 @@ def conditioning_of(family, config, generator, lengths, batch=1, size=()):
 
 def as_comfyui(conditioning, family):
     """Convert conditioning_of's result to arguments of ComfyUI's class: lists of numbers instead of numbered keys."""
-    found: dict = {"disable_time_r": "sigma_after" not in conditioning} if "disable_time_r" in family.ignored else {}
+    found: dict = {}
+    if "disable_time_r" in family.inputs.ignored:
+        found["disable_time_r"] = "sigma_after" not in conditioning
     if "reference_image" in conditioning:                      # ComfyUI's class reads the first of a list
         found["ref_latents"] = [conditioning["reference_image"]]
         conditioning = {name: tensor for name, tensor in conditioning.items() if name != "reference_image"}
@@ -149,7 +152,7 @@ def as_comfyui(conditioning, family):
 
 def options_of(family, conditioning):
     """The transformer_options of a call that ComfyUI's sampler and BaseModel set for one branch."""
-    scaling = family.rope_options(conditioning)
+    scaling = family.inputs.rope_options(conditioning)
     options = {"cond_or_uncond": [0]} | ({"rope_options": scaling} if scaling else {})
     if "sigma_after" in conditioning:                          # of a schedule whose next step it is
         options |= {"sigmas": torch.tensor([0.9]), "sample_sigmas": torch.tensor([0.9, *conditioning["sigma_after"]])}

@@ -48,12 +48,12 @@ def config_of(**rules):
 
 
 def because(reason, condition):
-    """Entry of Family.refusals: the reason, if the condition holds for the shapes."""
+    """Entry of Detection.refusals: the reason, if the condition holds for the shapes."""
     return lambda shapes: reason if condition(shapes) else None
 
 
 def only_prefixes(known):
-    """Entry of Family.refusals: rejects files with tensors whose first name component is not in `known`."""
+    """Entry of Detection.refusals: rejects files with tensors whose first name component is not in `known`."""
     def extra_prefixes(shapes):
         extra = sorted({name.split(".")[0] for name in shapes} - known)
         return f"it has modules that the models xDiT supports lack ({', '.join(extra)})" if extra else None
@@ -65,13 +65,13 @@ def in_config_json(shapes):
 
 
 def folder_alone(shapes):
-    """Entry of Family.refusals: rejects every single file."""
+    """Entry of Detection.refusals: rejects every single file."""
     return ("a single file lacks settings that config.json has: put both into a folder of models/diffusers, under "
             "transformer")
 
 
 def needs_diffusers(version):
-    """Entry of Family.refusals: rejects an older diffusers, whose transformer's forward takes other arguments."""
+    """Entry of Detection.refusals: rejects an older diffusers, whose transformer's forward takes other arguments."""
     def older_diffusers(shapes):
         installed = importlib.metadata.version("diffusers")
         return (f"it needs diffusers {version} or newer, and this is {installed}"
@@ -80,7 +80,7 @@ def needs_diffusers(version):
 
 
 def diffusers_converter(name):
-    """Converter of diffusers' single-file loader, for Family.convert. Only for converters that read widths from the
+    """Converter of diffusers' single-file loader, for Detection.convert. Only for converters that read widths from the
     tensors.
 
     Tensors that the converter leaves out keep their names, so that unknown ones are reported.
@@ -233,7 +233,7 @@ class Packed(Unpacked):
 
 
 def num_tokens_of(latent, name):
-    """Entry of Family.lengths for a conditioning that is cut into tokens like the latent."""
+    """Entry of Inputs.lengths for a conditioning that is cut into tokens like the latent."""
     return lambda conditioning: latent.num_tokens(conditioning[name].shape) if name in conditioning else 0
 
 
@@ -285,7 +285,7 @@ def compute_dtype_of(model):
     now = []
 
     def remember(module, args, kwargs):
-        latent = next(iter(kwargs.values()))                   # the first of Family.arguments
+        latent = next(iter(kwargs.values()))                   # the first of Inputs.arguments
         now[:] = [latent[0].dtype]
     model.register_forward_pre_hook(remember, with_kwargs=True)
     return lambda: now[0]
@@ -363,7 +363,7 @@ def frames_first(model, config):
 
 
 def sigma_after(timestep, options):
-    """The noise level at the end of this step: {"sigma_after": (B,)}. For Family.per_call_inputs.
+    """The noise level at the end of this step: {"sigma_after": (B,)}. For Inputs.per_call_inputs.
 
     Returns {} if the sampler evaluates the model at a sigma between those of its schedule, for which ComfyUI's models
     receive none.

@@ -75,7 +75,7 @@ def _in_frames(mask_FHW, count):
 
 
 def guide_bias(call):
-    """Entry of Family.biases: the logarithm of the guide's strength between a token of a guide and one of the video."""
+    """Entry of Inputs.biases: the logarithm of the guide's strength between a token of a guide and one of the video."""
     if "guide_strengths" not in call.conditioning:
         return None
     first, count, num_tokens = token_range(call, LATENT)

@@ -6,7 +6,7 @@ from .reference_latents import references
 
 
 def same_names(tensors, config):
-    """For Family.convert: files already have the module's names."""
+    """For Detection.convert: files already have the module's names."""
     return tensors
 
 
@@ -18,7 +18,7 @@ def native_arguments(latent, *conditioning, times="timestep", **others):
 
 
 def number(name):
-    """A conditioning in Family.counts as a number."""
+    """A conditioning in Inputs.counts as a number."""
     return lambda call: None if name not in call.conditioning else call.conditioning[name].shape[0]
 
 
@@ -29,7 +29,7 @@ def batched_references(call):
 
 
 def num_reference_tokens(latent):
-    """Entry of Family.lengths for reference latents that are cut into tokens like the latent."""
+    """Entry of Inputs.lengths for reference latents that are cut into tokens like the latent."""
     return lambda conditioning: sum(latent.num_tokens(each.shape) for each in references(conditioning))
 
 

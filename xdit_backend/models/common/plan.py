@@ -26,7 +26,7 @@ class TokenArgument:
 class BlockList:
     """A ModuleList of transformer blocks, in execution order.
 
-    The last four fields override those of the ModelPlan for this list; None: as the ModelPlan has them.
+    The last three fields override those of the ModelPlan for this list; None: as the ModelPlan has them.
     """
 
     name: str                              # attribute of the model
@@ -51,7 +51,6 @@ class BlockList:
     streams: dict[str, str | tuple[str, ...]] | None = None
     attention: dict[str, tuple[str, ...]] | None = None
     tokens: dict[str, TokenArgument | tuple[TokenArgument | None, ...]] | None = None
-    masks: dict[str, tuple[str, ...]] | None = None
 
     @property
     def names(self):
@@ -66,7 +65,7 @@ class ModelPlan:
     A stream is a kind of token that passes through the blocks: "image" is the latent's; others, such as "text", take
     part in self-attention with it. Text that only cross-attention reads is no stream. The first three fields are needed
     by every family, `tokens` and `positions` by every family with position embeddings; a comment names an example of
-    the others.
+    the others. What one or two families need is an attribute or a method that a subclass in the model's file overrides.
     """
 
     hooks: ClassVar = "transformer"        # key in hooks.install.HOOKS
@@ -84,8 +83,6 @@ class ModelPlan:
     # self-attention module inside a block (".": the block itself) -> its streams, in the order of the sequence. Streams
     # that are no hidden states of the block are one of `tokens`.
     attention: dict[str, tuple[str, ...]]
-    # attention module inside a block -> (streams of the queries, streams of the keys) (LTX-2: audio to video)
-    cross_attention: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
     outputs: tuple[str, ...] = ("image",)  # streams that the forward needs after the last block
     # other block arguments with a token dim, such as rotary tables. For an argument that is a tuple, a tuple with None
     # for elements without tokens.
@@ -96,29 +93,14 @@ class ModelPlan:
     # module outside the blocks that derives positions from the size of the latent -> its rule for a patch, which
     # position_slicing.py describes
     positions: dict[str, Callable] = field(default_factory=dict)
-    # (attention module of a block) -> number of tokens (before, after) its own that a token attends to; None: all
-    # (ACE-Step 1.5). The distance is that of token indices in the full sequence of one stream, and replaces the mask
-    # that the module computes for its own tokens.
-    window: Callable = lambda attention: None
     needs_text: bool = False               # blocks fail without text tokens, and receive a placeholder (Qwen-Image)
-    tokens_first: bool = False             # blocks take and return hidden states as (T, B, C) (ERNIE-Image)
-
-    # --- U-shaped models (Hunyuan-DiT) ---
-    # (number of blocks) -> {block that takes a skip: block whose output it is}
-    skips: Callable = lambda num_blocks: {}
-    skip_name: str = "skip"                # block argument that takes the skip
 
     # --- modules that need more than their own tokens ---
     # modules inside a block that mix tokens by sums alone (linear attention: Sana). They call `total`, an argument that
     # adapt_model adds to their forward, to turn sums over this rank's tokens into sums over all tokens.
     token_reductions: tuple[str, ...] = ()
-    # block argument with the number of token rows; each rank then has full rows (Sana: "height")
-    row_count_argument: str | None = None
     # modules inside a block on (B, C, rows, columns) that read one row beyond their own on each side (Sana)
     halos: tuple[str, ...] = ()
-    # module after the blocks on (B, C, rows, columns) that reads one row beyond its own on each side -> rows per row of
-    # tokens (Chroma Radiance). A patch reads the rows that its neighbours computed last.
-    boundary_halos: dict[str, int] = field(default_factory=dict)
     # (block argument, streams): the block receives (token indices of this rank, (T,); number of all tokens), counted
     # over the full streams in this order, for computation that depends on a token's position, such as reading the audio
     # of its frame (Wan HuMo)
@@ -137,9 +119,6 @@ class ModelPlan:
     # module whose first arguments diffusers' forward rounds to half precision -> (the forward's arguments that they are
     # computed from, factor). The module receives them unrounded, as in ComfyUI's models.
     full_precision_inputs: dict[str, tuple[tuple[str, ...], float]] = field(default_factory=dict)
-    # modules inside a block, (B, T, C) to the same, that select which of their submodules compute by values (experts:
-    # HiDream). They run outside the compiled graph of a block.
-    graph_breaks: tuple[str, ...] = ()
 
     # --- weights and tensor parallelism ---
     # pattern of a linear's path in a block -> style, in addition to DEFAULT_TP_PLAN and before it (tp_plan.py)
@@ -147,20 +126,43 @@ class ModelPlan:
     of_heads: tuple[str, ...] = ()         # attention arguments with heads in their last dim, or dim 1 of four
     # block lists that are not in `blocks` and no pipeline stage runs; tensor parallelism splits them too (Z-Image)
     unstaged_blocks: tuple[str, ...] = ()
-    # prefixes of block tensors that the forward also uses outside the blocks (DiT)
-    shared_parameters: tuple[str, ...] = ()
 
     # --- model patches of ComfyUI ---
     takes_output_patches: bool = False     # ComfyUI's model runs attn1_output_patch on its image tokens
     # linear of a block whose input ComfyUI's LLLite networks change -> their name for it (Anima)
     lllite_targets: dict[str, str] = field(default_factory=dict)
+
+    # --- attributes that a subclass overrides ---
+    # attention module inside a block -> (streams of the queries, streams of the keys) (LTX-2: audio to video)
+    cross_attention: ClassVar[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {}
+    tokens_first: ClassVar = False         # blocks take and return hidden states as (T, B, C) (ERNIE-Image)
+    skip_name: ClassVar = "skip"           # block argument that takes a skip
+    # block argument with the number of token rows; each rank then has full rows (Sana: "height")
+    row_count_argument: ClassVar[str | None] = None
+    # module after the blocks on (B, C, rows, columns) that reads one row beyond its own on each side -> rows per row of
+    # tokens (Chroma Radiance). A patch reads the rows that its neighbours computed last.
+    boundary_halos: ClassVar[dict[str, int]] = {}
+    # modules inside a block, (B, T, C) to the same, that select which of their submodules compute by values (experts:
+    # HiDream). They run outside the compiled graph of a block.
+    graph_breaks: ClassVar[tuple[str, ...]] = ()
+    # prefixes of block tensors that the forward also uses outside the blocks (DiT)
+    shared_parameters: ClassVar[tuple[str, ...]] = ()
     # (norm, attention) of a block to whose result ComfyUI's InfiniteTalk adds audio attention: the norm that receives
     # the hidden states before the text cross-attention, and that cross-attention (Wan). (): not supported.
-    audio_attention: tuple[str, ...] = ()
+    audio_attention: ClassVar[tuple[str, ...]] = ()
     # attention of a block to the text, with diffusers' names to_k, norm_k and to_v, whose first call attends to the
     # text alone, or that has a function changed_text(query, out) for it: Normalized Attention Guidance changes the
     # output (Wan). "": not supported.
-    text_attention: str = ""
+    text_attention: ClassVar = ""
+
+    def window(self, attention):
+        """Return the number of tokens (before, after) its own that a token attends to in this attention module of a
+        block; None: all (ACE-Step 1.5). The distance is that of token indices in the full sequence of one stream, and
+        replaces the mask that the module computes for its own tokens."""
+
+    def skips(self, num_blocks):
+        """Return {block that takes a skip: block whose output it is} of a U-shaped model (Hunyuan-DiT)."""
+        return {}
 
     @property
     def lists(self):
@@ -168,7 +170,7 @@ class ModelPlan:
         unit = lambda stream: stream if isinstance(stream, tuple) else (stream,)  # noqa: E731
         lists = []
         for list_ in self.blocks:
-            shared = {name: getattr(self, name) for name in ("streams", "attention", "tokens", "masks")
+            shared = {name: getattr(self, name) for name in ("streams", "attention", "tokens")
                       if getattr(list_, name) is None}
             list_ = dataclasses.replace(list_, **shared)
             lists.append(dataclasses.replace(list_, streams={name: unit(stream)
@@ -190,7 +192,7 @@ class ModelPlan:
 
     def control_shapes(self, family, config, shape):
         """See Family.control_shapes."""
-        tokens = family.latent.num_tokens(shape), family.width(config)
+        tokens = family.inputs.latent.num_tokens(shape), family.width(config)
         skips = self.skips(family.num_blocks(config))
         return {f"{list_.control}.{number}": tokens for list_ in self.blocks if list_.control
                 for number in (sorted(skips.values()) if skips else range(config[list_.count]))}
@@ -214,10 +216,12 @@ class UShapedPlan:
     is_unet = True
     takes_unet_patches = False
     methods = "cfg", "data", "displaced"
+    takes_output_patches = rereads_latent = False
     blocks = lists = nested_lists = unstaged_blocks = audio_attention = ()
     stream_names = frozenset(("image",))
-    cross_attention = positions = cacheable = cacheable_outside = MappingProxyType({})
-    row_count_argument = None
+    cross_attention = positions = cacheable = cacheable_outside = lllite_targets = MappingProxyType({})
+    row_count_argument = cached_references = None
+    text_attention = ""
 
     def is_outside(self, name):
         """See ModelPlan.is_outside."""
@@ -235,7 +239,6 @@ class UNetPlan(UShapedPlan):
     hooks: ClassVar = "unet"
     takes_unet_patches: ClassVar = True
     takes_output_patches: ClassVar = True
-    cached_references: ClassVar = None
 
     first: str                             # the convolution that reads the latent
     num_levels: Callable                   # (config) -> number of image sizes, each half the one before
@@ -262,8 +265,6 @@ class UNetPlan(UShapedPlan):
 class ReplicatedPlan(UShapedPlan):
     """Structure of a U-shaped network of ComfyUI's that each rank runs in full: only images and branches are split
     across ranks (Stable Cascade). Its `down_blocks` and `up_blocks` are lists of lists of blocks, in execution order.
-
-    The last four fields are as in ModelPlan.
     """
 
     hooks: ClassVar = "replicated"
@@ -273,10 +274,6 @@ class ReplicatedPlan(UShapedPlan):
     # (config) -> [channels] of the entries that the forward takes from a ControlNet's list "input", in order; each is
     # resized to the image where it is added
     control: Callable = lambda config: []
-    takes_output_patches: bool = False
-    cached_references: str | None = None
-    lllite_targets: dict[str, str] = field(default_factory=dict)
-    rereads_latent: bool = False
 
     def takes_controlnets(self, config):
         """See ModelPlan.takes_controlnets."""

@@ -1,5 +1,5 @@
 """Linear layers that diffusers fuses into one and ComfyUI's files store as two, possibly in different formats. The
-model then has two as well: Family.adapt_model splits its linears, and Family.with_split_linears the tensors of a
+model then has two as well: Family.adapt_model splits its linears, and Detection.with_split_linears the tensors of a
 folder."""
 
 import torch

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .family import Family, SmallConfig
+from .family import Detection, Family, Inputs, SmallConfig
 from .inputs import Unpacked, because, blocks, config_of, from_conditioning, has, size, timestep
 from .key_mapping import table
 from .plan import UNetPlan
@@ -69,24 +69,26 @@ class Architecture:
     only_cross_attention: tuple[bool, ...] | bool = False
 
 
-def unet(name, title, architecture, test_config, refusals=(), values=()):
+def unet(name, title, architecture, testing, refusals=(), values=()):
     """A family of U-Nets in ComfyUI's and the publisher's format. values: as in Family."""
     return Family(
-        name=name, title=title, transformer="UNet2DConditionModel", test_config=test_config, values=values,
-        latent=LATENT,
-        convert=convert, config_from_tensors=("sample_size",),
-        recognise=lambda shapes: (has("input_blocks.0.0.weight")(shapes)
-                                  and _context_width(shapes) in architecture.context_widths
-                                  and not has_temporal_layers(shapes)
-                                  and has("label_emb.weight")(shapes) == (architecture.num_classes is not None)),
-        refusals=(*refusals, EVEN), config=config_rules(architecture), adapt_model=_adapt,
+        name=name, title=title, transformer="UNet2DConditionModel", adapt_model=_adapt,
         activation_factors={"alone": architecture.alone, "block": architecture.block},
-        num_channels=lambda config: config["out_channels"],
-        num_heads=lambda config: None, width=lambda config: config["block_out_channels"][0],
-        conditioning={"context": "cross_attention_dim", "y": "projection_class_embeddings_input_dim"},
-        arguments={"sample": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
-                   "class_labels": from_conditioning("y", where="class_embed_type")},
-        plan=PLAN)
+        num_channels=lambda config: config["out_channels"], num_heads=lambda config: None,
+        width=lambda config: config["block_out_channels"][0],
+        detection=Detection(
+            values=values, convert=convert, config_from_tensors=("sample_size",),
+            recognise=lambda shapes: (has("input_blocks.0.0.weight")(shapes)
+                                      and _context_width(shapes) in architecture.context_widths
+                                      and not has_temporal_layers(shapes)
+                                      and has("label_emb.weight")(shapes) == (architecture.num_classes is not None)),
+            refusals=(*refusals, EVEN), config=config_rules(architecture)),
+        inputs=Inputs(
+            latent=LATENT,
+            conditioning={"context": "cross_attention_dim", "y": "projection_class_embeddings_input_dim"},
+            arguments={"sample": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
+                       "class_labels": from_conditioning("y", where="class_embed_type")}),
+        plan=PLAN, testing=testing)
 
 
 def has_temporal_layers(shapes):
@@ -117,7 +119,7 @@ def config_rules(architecture):
                                                               if has("label_emb.0.")(shapes) else None))
 
 
-def unet_test_config(detected, config, arguments):
+def unet_small_config(detected, config, arguments):
     """SmallConfig of a U-Net family. config, arguments: of diffusers' class and ComfyUI's, where they are specific
     to the family."""
     return SmallConfig(

@@ -31,7 +31,7 @@ def run(rank, job, store):
     _enable(model.eval(), parallel)
     header = open_checkpoint(job["folder"])
     family, call = header.family, calls(setting, 1)[0]
-    inputs = family.inputs(call.latent.to(model.dtype), call.timestep,
+    inputs = family.forward_arguments(call.latent.to(model.dtype), call.timestep,
                            {k: v.to(model.dtype) for k, v in call.conditioning.items()},
                            model.config)
     while True:

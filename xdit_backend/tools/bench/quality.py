@@ -111,7 +111,7 @@ def settings(options):
     def run(spec, method):
         def run(client, call, sigmas):
             sampling = Sampling(sigmas, options.guidance, SAMPLERS[options.sampler])
-            latent = sample(client, Model(spec, CHANNELS, family.time_scale), call, sampling, method)
+            latent = sample(client, Model(spec, CHANNELS, family.inputs.time_scale), call, sampling, method)
             client.end_run()
             return latent
         return run
@@ -136,7 +136,8 @@ def settings(options):
         options.displaced, options.warmup_steps, options.displaced_modes,
                                                                   options.extrapolation):
         levels = family.plan.num_levels
-        if levels is not None and cut_bands(SIDE, degree, 2 ** (levels(family.config(header.shapes)) - 1)) is None:
+        config = family.detection.config(header.shapes)
+        if levels is not None and cut_bands(SIDE, degree, 2 ** (levels(config) - 1)) is None:
             raise ConfigError(f"Use a --displaced below {degree}: the {SIDE} latent rows of {options.model.name} "
                               f"cannot be split that far.")
         name = (f"displaced, N={degree}, W={warmup_steps}" + (f", {mode}" if len(options.displaced_modes) > 1 else "")
@@ -195,7 +196,7 @@ def conditioning_of(family, prompts):
     """A family's conditioning of the prompts, followed by as many empty prompts, for classifier-free guidance."""
     context, pooled = load_text_encoder().encode([*prompts, *[""] * len(prompts)])
     tensors = {"context": context if family.blocks else unet_context(context), "y": pooled}
-    return {name: tensors[name] for name in tensors if name in family.conditioning}
+    return {name: tensors[name] for name in tensors if name in family.inputs.conditioning}
 
 
 @torch.no_grad()

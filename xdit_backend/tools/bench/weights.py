@@ -39,8 +39,7 @@ def main(options):
     if budget_bytes is None:
         raise ConfigError(f"Give --weights-memory a number of GB, or {ALL_ON_DEVICE}: "
                           f"{options.weights_memory} depends on a run.")
-    sequence = layout.ring_degree * layout.ulysses_degree * layout.tensor_degree
-    stages = Stages(layout.pipefusion_degree, sequence) if layout.pipefusion_degree > 1 else None
+    stages = Stages(layout.pipefusion_degree, layout.stage_ranks) if layout.pipefusion_degree > 1 else None
     table = table_of(subject.checkpoint, subject.spec(stages, layout.tensor_degree))
     print("\n".join(lines(table, subject.checkpoint.family.name, layout, budget_bytes, options.each)))
 

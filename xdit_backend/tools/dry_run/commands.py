@@ -76,7 +76,7 @@ class Calls:
     def num_patches(self):
         layout = self.layout
         return choose_num_patches(self.run.num_patches, layout.pipefusion_degree, self.run.shape,
-                                  self.loaded.family.latent.patch, layout.ring_degree * layout.ulysses_degree)
+                                  self.loaded.family.inputs.latent.patch, layout.ring_degree * layout.ulysses_degree)
 
     @property
     def keeps(self):
@@ -86,7 +86,7 @@ class Calls:
         """The shape with both branches if they are one batch. A number common to all rows, such as vace_strength.0,
         stays as it is."""
         batch = self.run.shape[0]
-        if "." in name and len(shape) == 1 or name in self.loaded.family.counts:
+        if "." in name and len(shape) == 1 or name in self.loaded.family.inputs.counts:
             return shape
         times = 1 if self.are_apart else self.run.branches
         return (batch * times, *shape[1:]) if shape and shape[0] == batch else shape
@@ -109,7 +109,7 @@ class Calls:
         if self.layout.pipefusion_degree == 1 or self.num_patches == 1:
             yield self._predict(None, 0, keep=self.keeps, stale=self.layout.displaced_degree > 1)
             return
-        for patch, rows in cut_patches(self.run.shape, self.loaded.family.latent.patch, self.num_patches):
+        for patch, rows in cut_patches(self.run.shape, self.loaded.family.inputs.latent.patch, self.num_patches):
             yield self._predict(patch, rows)
 
     def _predict(self, patch, rows, layout=None, **fields):
@@ -127,11 +127,11 @@ class Calls:
         latent = self.memory.share(torch.zeros(shape, dtype=torch.float32))
         family, config = self.loaded.family, self.loaded.transformer.config
         written = self.memory.share(torch.zeros(shape[0], family.num_channels(config), *shape[2:]))
-        timestep = self.memory.share(torch.full((shape[0],), self.sigma * family.time_scale))
+        timestep = self.memory.share(torch.full((shape[0],), self.sigma * family.inputs.time_scale))
         here = {key: self.memory.share(torch.ones(self.sized(size)))
                 for key, size in self.run.call_conditioning.items()}
         latents = {key: self.memory.share(torch.zeros(self.sized(self.run.call_conditioning[key])))
-                   for key in family.components.names if key in here}
+                   for key in family.inputs.components.names if key in here}
         residuals = family.control_shapes(config, shape) if self.run.has_control else {}
         control = {point: self.memory.share(torch.zeros(shape[0], *size)) for point, size in residuals.items()}
         return Branch(latent, timestep, name, written, control, call_conditioning=here, parts=latents)

@@ -19,23 +19,23 @@ def conditioning_shapes(family, config, shape, tokens):
     """({name: shape} of conditioning of a run, {name: shape} of conditioning of one call). shape: of the latents.
     tokens: of text. Start images and references are left out."""
     batch, found = shape[0], {}
-    for name, width in family.conditioning.items():
+    for name, width in family.inputs.conditioning.items():
         special = _special(name, config, shape, width)
         if special is not None:
             found |= special
         elif name in ("context", "clip_text"):
             found[name] = (batch, tokens, config[width])
         elif name in ("input_ids", "position_ids", "ref_patches"):             # of text that the model itself embeds
-            found[name] = family.test_config.input_shapes[name](config, shape, tokens)
-        elif name in family.counts:
+            found[name] = family.testing.input_shapes[name](config, shape, tokens)
+        elif name in family.inputs.counts:
             found[name] = (tokens,)
         elif width is not None and config.get(width) is not None and name not in ("clip_fea", "txt_byt5"):
             found[name] = (batch, config[width])
-    if "guidance" in family.conditioning and config.get("guidance_embeds"):
+    if "guidance" in family.inputs.conditioning and config.get("guidance_embeds"):
         found["guidance"] = (batch,)
-    if not family.components.names:
+    if not family.inputs.components.names:
         return found, {}
-    return found, family.components.shapes(config, shape)
+    return found, family.inputs.components.shapes(config, shape)
 
 
 def _special(name, config, shape, width):

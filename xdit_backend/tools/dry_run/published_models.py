@@ -41,9 +41,9 @@ class Published:
         family = FAMILIES[self.family]
         parameters = {} if family.is_comfyuis else inspect.signature(
             getattr(diffusers, family.transformer).__init__).parameters
-        settings = {f"_{name}": values[0] for name, values in family.settings.items()}
+        settings = {f"_{name}": values[0] for name, values in family.detection.settings.items()}
         return {name: parameter.default for name, parameter in parameters.items() if name != "self"} | settings | {
-            name: rule for name, rule in family.config.rules.items() if not callable(rule)} | self.arguments
+            name: rule for name, rule in family.detection.config.rules.items() if not callable(rule)} | self.arguments
 
     def checkpoint(self, name, type_="BF16"):
         """An Unwritten checkpoint of the model. type_: of its weights."""

@@ -66,8 +66,8 @@ def layout_of(degrees):
 
 
 def stages_of(degrees):
-    """The Stages of degrees with PipeFusion: each has the ranks of Ulysses, Ring and tensor parallelism."""
-    return Stages(degrees["pipefusion"], math.prod(degrees.get(method, 1) for method in ("ulysses", "ring", "tensor")))
+    """The Stages of degrees with PipeFusion."""
+    return Stages(degrees["pipefusion"], layout_of(degrees).stage_ranks)
 
 
 def planned_checks(clients, folder):
@@ -158,7 +158,7 @@ def stale_difference(clients, method, many):
     def generate(client, spec, requested):
         noise = quality.noise_of(range(len(prompts)))
         call = Call(noise, torch.zeros(1), quality.conditioning_of(family, prompts))
-        latent = sample(client, Model(spec, CHANNELS, family.time_scale), call, sampling, requested)
+        latent = sample(client, Model(spec, CHANNELS, family.inputs.time_scale), call, sampling, requested)
         client.end_run()
         return quality.decode(latent)
 

@@ -61,7 +61,7 @@ def small_subject(name, folder):
     if family.plan.is_unet:
         return unet_subject(name, SMALL_WIDTH, (columns, rows), folder)
     torch.manual_seed(SEED)
-    getattr(diffusers, family.transformer).from_config(family.test_config.config).save_pretrained(path / "transformer")
+    getattr(diffusers, family.transformer).from_config(family.testing.config).save_pretrained(path / "transformer")
     return _subject(name, path, "float32", (columns, rows), frames, 2, 7)
 
 
@@ -99,5 +99,5 @@ def _subject(name, path, dtype, size, frames, branches, text):
 
     def call():
         conditioning = {key: torch.randn(tensor_shape, generator=generator) for key, tensor_shape in shapes.items()}
-        return Call(latent, torch.full((shape[0],), 0.7 * family.time_scale), conditioning)
+        return Call(latent, torch.full((shape[0],), 0.7 * family.inputs.time_scale), conditioning)
     return Subject(name, checkpoint, dtype, [call() for _ in range(branches)], text)

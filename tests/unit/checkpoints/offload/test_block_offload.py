@@ -60,7 +60,7 @@ def saved(name, folder, dtype, more):
     """A diffusers folder of a random model; float8 as files have it."""
     family = FAMILIES[name]
     torch.manual_seed(0)
-    build(family, {**family.test_config.config, **more}).save_pretrained(folder / "transformer")
+    build(family, {**family.testing.config, **more}).save_pretrained(folder / "transformer")
     (folder / "model_index.json").write_text(json.dumps({"_class_name": PIPELINES.get(name, "Pipeline")}))
     if dtype != torch.float32:
         path = next((folder / "transformer").glob("*.safetensors"))
@@ -121,7 +121,7 @@ def _poison(offloaded):
 def inputs(loaded, seed=3, rows=4, columns=8, frames=2):
     family, config = loaded.family, loaded.transformer.config
     generator = torch.Generator().manual_seed(seed)
-    shape = (frames, rows, columns) if len(family.latent.patch) == 3 else (rows, columns)
+    shape = (frames, rows, columns) if len(family.inputs.latent.patch) == 3 else (rows, columns)
     latent = torch.randn(1, family.taken_channels(config), *shape, generator=torch.Generator().manual_seed(1))
     conditioning = conditioning_of(family, config, generator, {"context": 8}, 1, shape)
     if family.name == "MiniMax H3":                            # whose model has no video without sound
@@ -136,11 +136,11 @@ def predictions(loaded, mesh=SINGLE, layout=LAYOUTS["one"], in_turn=False, num_s
     latent, conditioning = inputs(loaded, 3 + mesh.ranks["cfg"])
     other = inputs(loaded, 9)[1]
     has_stages = layout.pipefusion_degree > 1
-    patches = cut_patches(latent.shape, loaded.family.latent.patch, 2) if has_stages else [(None, 0)]
+    patches = cut_patches(latent.shape, loaded.family.inputs.latent.patch, 2) if has_stages else [(None, 0)]
     key_values, link = (KeyValues(), Link(mesh, CPU)) if has_stages else (None, None)
     exchange = (Exchange(mesh.displaced_group, 2, mesh.ranks["displaced"]) if layout.displaced_degree > 1 else None)
     for step in range(num_steps):
-        time_ = torch.tensor([(0.9 - 0.2 * step) * loaded.family.time_scale]).to(loaded.dtype)
+        time_ = torch.tensor([(0.9 - 0.2 * step) * loaded.family.inputs.time_scale]).to(loaded.dtype)
         for patch, rows in (patches if step else [(None, 0)]):
             part = latent if patch is None else latent.narrow(patch.dim, patch.start, rows)
             keeping = {} if key_values is None else {"key_values": key_values, "num_images": 1}
@@ -219,8 +219,8 @@ def test_no_family_uses_a_block_s_weights_outside_of_it(name, folders):
     for share in (None, 0.0):
         loaded = loaded_of(folders(name), "float8_e4m3fn", share)
         latent, conditioning = inputs(loaded, columns=70 if name.startswith("PixArt") else 8,
-                                      frames=loaded.family.test_config.frames)
-        time_ = torch.tensor([0.7 * loaded.family.time_scale])
+                                      frames=loaded.family.testing.frames)
+        time_ = torch.tensor([0.7 * loaded.family.inputs.time_scale])
         outputs = [loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent, time_, conditioning))[0]
                    for _ in range(2)]
         # of several parts

@@ -66,7 +66,7 @@ def test_types_that_are_unpacked_when_read_equal_the_dequantised_file(file_of, t
     want = save_gguf(path, file_of("sd3"), type_)
     spec = open_checkpoint(path).spec("float32", "float32")
     loaded = load_transformer(spec, torch.device("cpu"))
-    model, wanted = loaded.model, family.convert(want, loaded.config)
+    model, wanted = loaded.model, family.detection.convert(want, loaded.config)
 
     assert len(open_checkpoint(path).quantised) > 10
     assert all(torch.equal(parameter, wanted[name]) for name, parameter in model.named_parameters())

@@ -34,18 +34,18 @@ AUDIO_LENGTH = 5                                                     # of a late
 
 def requested(family, config):
     generator = torch.Generator().manual_seed(3)
-    sides = (8, 9) if family.latent.patch[-1] == 1 else (48, 32) if config.get("_x0") else (34, 36)
+    sides = (8, 9) if family.inputs.latent.patch[-1] == 1 else (48, 32) if config.get("_x0") else (34, 36)
     if family.name == "WanDancer":                             # of whose frames ComfyUI's module makes eight parts
         sides = 32, 36
     if family.name == "HiDream-O1":                            # which takes whole tokens
         sides = 64, 96
-    size = (family.test_config.frames, *sides)[-len(family.latent.patch):]
-    size = size if family.test_config.rows is None else (family.test_config.rows, sides[1])
+    size = (family.testing.frames, *sides)[-len(family.inputs.latent.patch):]
+    size = size if family.testing.rows is None else (family.testing.rows, sides[1])
     latent = torch.randn(1, family.taken_channels(config), *size, generator=generator)
     conditioning = conditioning_of(family, config, generator, {"context": 12}, size=size)
     if "face_pixel_values" in conditioning:                    # one image, of the size that its network is made for
         conditioning["face_pixel_values"] = torch.randn(1, 3, 1, 512, 512, generator=generator)
-    return latent, torch.tensor([0.613 * family.time_scale]), conditioning
+    return latent, torch.tensor([0.613 * family.inputs.time_scale]), conditioning
 
 
 def rounded(conditioning, dtype):
@@ -69,16 +69,16 @@ def ours(path, family, storage, compute="float32", quantisation=""):
     loaded = Loaded(transformer, install_hooks(model, family.plan), dtype, range(0))
     latent, timestep, conditioning = requested(family, config)
     conditioning = rounded(conditioning, dtype)
-    if family.components.names:
-        latents = [family.components.first(latent), audio(family, config, latent).to(dtype)]
-        conditioning |= family.components.split(latents, timestep, config, {})[2]
+    if family.inputs.components.names:
+        latents = [family.inputs.components.first(latent), audio(family, config, latent).to(dtype)]
+        conditioning |= family.inputs.components.split(latents, timestep, config, {})[2]
     output, _ = loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent.to(dtype), timestep, conditioning))
-    return family.components.first(family.prediction(output, latent)).float()
+    return family.inputs.components.first(family.prediction(output, latent)).float()
 
 
 def audio(family, config, latent):
     """The second part of a latent."""
-    shape = family.components.shapes(config, latent.shape, AUDIO_LENGTH)[family.components.names[0]]
+    shape = family.inputs.components.shapes(config, latent.shape, AUDIO_LENGTH)[family.inputs.components.names[0]]
     return torch.linspace(-1, 1, math.prod(shape)).view(shape)
 
 
@@ -107,19 +107,19 @@ def native_model(path, storage, compute="float32"):
 def native_prediction(model, path, family, compute="float32", changed=lambda latent: latent):
     """One prediction of ComfyUI's model of a file. changed(latent): what it is given instead."""
     dtype = getattr(torch, compute)
-    config = family.config(open_checkpoint(path).shapes)
+    config = family.detection.config(open_checkpoint(path).shapes)
     latent, timestep, conditioning = requested(family, config)
     latent = changed(latent)
-    lengths = {"num_tokens": 12} if "num_tokens" in (*family.ignored, *family.conditioning) else {}
+    lengths = {"num_tokens": 12} if "num_tokens" in (*family.inputs.ignored, *family.inputs.conditioning) else {}
     if family.name in ("LTX-Video", "LTX-2", "Mochi"):         # whose models cannot do without
         lengths["attention_mask"] = torch.ones(1, 12, dtype=torch.long) if family.name == "Mochi" else None
     given = as_comfyui(rounded(conditioning, dtype), family)
-    given |= {name: given[name].shape[0] for name in family.counts if name in given} | lengths
+    given |= {name: given[name].shape[0] for name in family.inputs.counts if name in given} | lengths
     if "frame_lasts" in given:                                 # which is how ComfyUI says it
         given["fps"] = 30 / given.pop("frame_lasts")
     given["transformer_options"] = options_of(family, given)
-    if family.components.names:
-        latents = [family.components.first(latent).to(dtype), audio(family, config, latent).to(dtype)]
+    if family.inputs.components.names:
+        latents = [family.inputs.components.first(latent).to(dtype), audio(family, config, latent).to(dtype)]
         times = timestep if family.name in ("MiniMax H3", "TripoSplat") else (timestep, timestep)
         return model.diffusion_model(latents, times, **given)[0].float()
     return model.diffusion_model(latent.to(dtype), timestep, **given).float()

@@ -140,6 +140,6 @@ def test_a_file_that_is_no_model_is_refused(tmp_path, capsys):
 def test_a_audio_is_as_long_as_a_image_of_its_size_has_tokens():
     family = FAMILIES["Stable Audio Open"]
 
-    shape = plan._latent_shape(family, family.test_config.config, 1024, 512, SimpleNamespace(frames=1, batch=2))
+    shape = plan._latent_shape(family, family.testing.config, 1024, 512, SimpleNamespace(frames=1, batch=2))
 
     assert shape == (2, 8, 512)

@@ -41,7 +41,7 @@ def test_naive_patches_are_runs_of_their_own():
     def run(client, call, sigmas):
         x = call.latent
         for sigma, following in zip(sigmas, sigmas[1:]):
-            x = x + (following - sigma) * one.family.prediction(one.model(**one.family.inputs(
+            x = x + (following - sigma) * one.family.prediction(one.model(**one.family.forward_arguments(
                 x, torch.full((len(x),), 1000 * sigma, dtype=x.dtype), call.conditioning,
                 one.config), return_dict=False)[0], x)
         return x

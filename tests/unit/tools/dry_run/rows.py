@@ -64,13 +64,13 @@ def place_of(wait):
 
 def tiny(name):
     """(checkpoint, Run without branches of guidance) of a family's tiny model."""
-    family, config = FAMILIES[name], dict(FAMILIES[name].test_config.config)
+    family, config = FAMILIES[name], dict(FAMILIES[name].testing.config)
     columns = SMALL_COLUMNS + (60 if name.startswith("PixArt") else 0)         # less has no positions there
     rows, columns = SMALL_ROWS * pixels_a_side(family), columns * pixels_a_side(family)
-    size = {1: (rows * columns,), 2: (rows, columns), 3: (family.test_config.frames, rows, columns)}[
+    size = {1: (rows * columns,), 2: (rows, columns), 3: (family.testing.frames, rows, columns)}[
         len(family.patch_size(config))]
-    size = size if family.test_config.rows is None else (family.test_config.rows, rows * columns)
-    shape = (family.test_config.frames if family.has_frames_as_batch else 1, family.taken_channels(config), *size)
+    size = size if family.testing.rows is None else (family.testing.rows, rows * columns)
+    shape = (family.testing.frames if family.has_frames_as_batch else 1, family.taken_channels(config), *size)
     return Unwritten(name, family, config), Run(shape, *conditioning_shapes(family, config, shape, TEXT_TOKENS))
 
 

@@ -24,9 +24,9 @@ from xdit_backend.tools.dry_run import simulated_rank
 
 CONTROLLED = [name for name, family in FAMILIES.items()
               if name in LAYOUTS and not family.plan.hooks == "replicated"
-              and family.control_shapes(family.test_config.config, tiny(name)[1].shape)]
+              and family.control_shapes(family.testing.config, tiny(name)[1].shape)]
 # Mochi reads its mask, of which a pretended device has no numbers.
-MASKED = [name for name in LAYOUTS if name != "Mochi" and "attention_mask" in FAMILIES[name].conditioning]
+MASKED = [name for name in LAYOUTS if name != "Mochi" and "attention_mask" in FAMILIES[name].inputs.conditioning]
 MASKED_WAITS = {*ALLOWED_WAITS, "copy at transformer_qwenimage.py compute_text_seq_len_from_mask"}     # diffusers' own
 ADDED, ONCE = 4, 2             # kernels for a place, and in a forward: copies to the device and into place, and a sum
 LITTLE = 0.02                  # of the peak
