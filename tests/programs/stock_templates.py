@@ -56,7 +56,7 @@ KINDS = (
     ("stable_audio_3", "stable-audio-3"), ("stable-audio-open", "stable-audio-open"),
     ("ace_step_v1_", "ace-step-1.0"), ("acestep_v1.5|ace_step_1.5", "ace-step-1.5"),
     ("hunyuan.?3d.*v2.1", "hunyuan3d-2.1"), ("hunyuan.?3d", "hunyuan3d-2"),
-    ("minimax", "minimax-h3"), ("omnigen2", "omnigen-2"), ("boogu", "boogu-image"), ("^lens", "lens"),
+    ("minimax.*music", "minimax-music-3"), ("minimax", "minimax-h3"), ("omnigen2", "omnigen-2"), ("boogu", "boogu-image"), ("^lens", "lens"),
     ("ideogram", "ideogram-4"), ("joyai", "joyimage"), ("longcat", "longcat-image"), ("ovis", "ovis-image"),
     ("humo", "wan-humo"), ("animate", "wan-animate"), ("camera", "wan-camera"), ("vace", "wan-vace"),
     ("scail_2", "wan-scail-2"), ("scail", "wan-scail"), ("s2v", "wan-s2v"), ("dancer", "wandancer"),

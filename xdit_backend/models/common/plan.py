@@ -125,6 +125,9 @@ class ModelPlan:
     token_index_argument: tuple[str, tuple[str, ...]] | None = None
     # the forward reads the latent after or between the blocks too; every pipeline stage then receives it (PixelDiT)
     rereads_latent: bool = False
+    # (module outside the blocks, (its positional arguments) -> number of image tokens): the forward calls this module
+    # once or several times, each time for tokens of its own, which pass through all blocks (MiniMax Music 3)
+    passes: tuple[str, Callable] | None = None
 
     # --- caching and precision ---
     # module inside a block whose input is the same for all patches -> "step" (timestep, pooled text) or "run" (text
