@@ -26,6 +26,7 @@ from ....xdit_backend.protocol.errors import UnsupportedError, XDiTError
 from ..compatibility import class_comparisons
 from ..compatibility.comfyui_variants import constants_of, variant_of
 from ..compatibility.comfyui_version import newer_comfyui
+from ..compatibility.weight_creation import weights_at_construction
 from .state_dict import weight_sources
 from .weight_patches import PREFIX, patched
 
@@ -115,7 +116,8 @@ class Pair:
 def build_pair(family, base_model):
     """Build both models on the CPU. Raises what ComfyUI's class raises if it is built in another way."""
     generator = torch.Generator().manual_seed(1)
-    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
+    with (torch.inference_mode(False), torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]),
+          weights_at_construction()):
         with _MarkedMemory():
             native = type(base_model.diffusion_model)(**family.test_config.arguments, dtype=torch.float32, device="cpu",
                                                       operations=comfy.ops.disable_weight_init).eval()
