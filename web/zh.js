@@ -657,8 +657,6 @@ export const ZH = {
     "rank {0}（{1}）无法加入其他进程：{2}：{3}",
   "For a model that ComfyUI itself knows use its own loader and KSampler, on one GPU.":
     "对于 ComfyUI 自己支持的模型，请使用它自己的加载器和 K采样器，在单个 GPU 上运行。",
-  "a MiniMax Music 3 model, which xDiT does not run yet":
-    "MiniMax Music 3 模型，xDiT 尚不支持运行",
   "a detection or depth model, which generates no images":
     "检测或深度模型，不生成图像",
   "docs/reference/models.md lists what xDiT runs.":

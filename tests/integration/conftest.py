@@ -162,7 +162,7 @@ class ComfyUI:
             options["attention_mask"] = torch.ones(1, tokens).long()
         options |= {name: made[name] for name in (
             "lq_latent", "degrade_sigma", "camera_conditions", "audio_embed", "control_video", "reference_motion",
-            "audio_inject_scale", "condition") if name in made}
+            "audio_inject_scale", "condition", "conditioning_scale") if name in made}
         for name, of_image in (("reference_latent", "reference_latents"), ("pose_latents", "pose_video_latent")):
             if name in made:                                   # of SCAIL's, ComfyUI adds channels of ones
                 latent = made[name][:, :families()[kind].num_channels(self.transformer_config(kind))]

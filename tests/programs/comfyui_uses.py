@@ -42,7 +42,7 @@ SAMPLER = "def sample_"                    # functions of ComfyUI's samplers, wh
 # where strings are names of functions
 RECOGNISES = "nodes/bridge/compatibility", "nodes/bridge/sampling", "xdit_backend/hooks"
 # classes of families that run with a newer ComfyUI than the table's alone
-NEWER = {"comfy.ldm.wan.model_animate2.WanAnimate2Model"}
+NEWER = {"comfy.ldm.wan.model_animate2.WanAnimate2Model", "comfy.ldm.minimax_music.dit.MiniMaxMusic3DiT"}
 
 
 class Uses:

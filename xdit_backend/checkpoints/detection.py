@@ -19,7 +19,6 @@ WITH_A_MODEL = ((("control_model.", "controlnet_", "zero_convs."),
                    "a ControlNet: load it with Load ControlNet Model"),)
 # tried in this order for files of no known family. "^." marks the start of a name
 OTHERS = (
-    (("^.cond_layer_logits",), "a MiniMax Music 3 model, which xDiT does not run yet"),
     ((".lora_", ".lora.", "_lora.", ".lokr_", ".hada_", ".diff_b"), "a LoRA: load it with a LoRA node"),
     ((".backbone.stem.", ".detector.backbone.", ".refinenet1."),
      "a detection or depth model, which generates no images"),

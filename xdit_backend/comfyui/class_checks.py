@@ -56,7 +56,8 @@ def _missing(model, family):
         for name in (*list_.attention, *plan.cross_attention, *plan.cacheable):
             if not any(_has(block, name) for each in plan.lists for block in _at(model, each.name) or ()):
                 yield f"module {name} in the blocks"
-    yield from (f"module or method {path}" for path in (*plan.positions, *plan.cacheable_outside, *plan.unstaged_blocks)
+    yield from (f"module or method {path}" for path in (*plan.positions, *plan.cacheable_outside, *plan.unstaged_blocks,
+                                                         *(plan.passes or ())[:1])
                 if not _has(model, path))
 
 

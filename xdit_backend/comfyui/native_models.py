@@ -19,6 +19,7 @@ from ..system import accelerator
 from . import operations
 from .install_location import comfyui_version, find_comfyui
 
+FUSED_ACTIVATION = "linear_input_act"      # of comfy.ops, from ComfyUI 0.33 on
 KITCHEN = "comfy_kitchen"                  # a package, which ComfyUI imports without a fallback from 0.32 on
 
 
@@ -40,6 +41,7 @@ def build_module(path, config, class_arguments=lambda config: config):
     for path in model.wide_modules:                            # float64 in a float64 model
         if hasattr(model.get_submodule(path), "weight"):       # else it casts its inputs itself
             model.get_submodule(path).register_forward_pre_hook(_as_weight)
+    _free_hidden_states(model)
     model.config, forward = config, model.forward
 
     @functools.wraps(forward)
@@ -59,6 +61,15 @@ def able_to_compute():
     from accelerate import init_empty_weights
     with torch.device("cpu"), init_empty_weights():
         yield
+
+
+def _free_hidden_states(model):
+    """Run sequences of a linear, an activation and a linear as torch does. From ComfyUI 0.33 on, Wan's feed-forward
+    calls linear_input_act, whose argument is allocated until the second linear has run. Both compute the same, unless
+    weights are quantised tensors of ComfyUI's, which workers do not have."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Sequential) and FUSED_ACTIVATION in type(module).forward.__code__.co_names:
+            module.forward = types.MethodType(torch.nn.Sequential.forward, module)
 
 
 def _as_weight(module, args):

@@ -28,8 +28,10 @@ from .real_rotary import in_pairs, in_real_numbers
 
 ROTATIONS = "apply_rotary_emb", "apply_rotary_emb_qwen"        # of diffusers, with complex numbers in some models
 EXACT = " (exact)"                         # suffix of an attention's name in a graph: see BackendUse.exact
-# names of attention in ComfyUI's models; the last is for packed sequences that each attend to themselves
-COMFYUIS = "optimized_attention", "optimized_attention_masked", "optimized_var_attention"
+# names of attention in ComfyUI's models: the third is for packed sequences that each attend to themselves, the last
+# returns one of the others
+FOR_DEVICE = "optimized_attention_for_device"
+COMFYUIS = "optimized_attention", "optimized_attention_masked", "optimized_var_attention", FOR_DEVICE
 BIAS_DIMS = 8                              # added to the head size: four are needed, kernels require a multiple of 8
 
 
@@ -65,6 +67,8 @@ class AttentionFunctions:
     def __init__(self, running, needs_text):
         """running() -> the running ForwardContext, or None. needs_text: ModelPlan.needs_text."""
         self._running, self._needs_text = running, needs_text
+        self._comfyuis = dict.fromkeys(COMFYUIS, self.optimized_attention) | {
+            FOR_DEVICE: lambda *args, **options: self.optimized_attention}
         # name of the attention being traced into a graph, and whether it has called an attention function
         self._traced_name, self._is_traced = "", False
         self.function_overrides = FunctionOverrides(
@@ -73,7 +77,7 @@ class AttentionFunctions:
             {"view_as_complex": in_pairs},
             F=functional(scaled_dot_product_attention=self.scaled_dot_product_attention),
             dispatch_attention_fn=self.dispatch_attention_fn,
-            **dict.fromkeys(COMFYUIS, self.optimized_attention))
+            **self._comfyuis)
 
     def scaled_dot_product_attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
                                      **options):
@@ -171,7 +175,7 @@ class AttentionFunctions:
         code = getattr(function, "__code__", None)
         if code is None or not set(COMFYUIS) & set(code.co_names):
             return function
-        return in_file(function, dict.fromkeys(COMFYUIS, self.optimized_attention))
+        return in_file(function, self._comfyuis)
 
     def _in_groups(self, function):
         """ComfyUI's attention of packed sequences, with attention within a sequence run by the selected backend. Every

@@ -5,6 +5,7 @@ the blocks, attention inside the listed modules is dispatched to a parallel meth
 and shards are joined after the blocks. A ForwardContext describes each forward.
 """
 
+import dataclasses
 import functools
 import inspect
 from contextlib import contextmanager
@@ -103,6 +104,10 @@ class Hooks(ModelHooks):
                                          if module is not None else []):
                 each.forward = self._hook_once(each, each.forward, (path, index), span)
         install_boundary_halos(model, plan, lambda: self._context)
+        if plan.passes is not None:
+            path, num_tokens = plan.passes
+            module = model.get_submodule(path)
+            module.forward = self._hook_pass(module.forward, num_tokens)
         for path, (arguments, factor) in plan.full_precision_inputs.items():
             model.get_submodule(path).register_forward_pre_hook(functools.partial(self._unround, arguments, factor))
         for path, of_patch in plan.positions.items():
@@ -111,6 +116,22 @@ class Hooks(ModelHooks):
             if isinstance(getattr(owner, name), torch.nn.Module):              # otherwise a method
                 owner, name = getattr(owner, name), "forward"
             setattr(owner, name, self._hook_positions(owner, getattr(owner, name), of_patch))
+
+    def _hook_pass(self, forward, num_tokens):
+        """ModelPlan.passes: each call shards its own tokens."""
+        @functools.wraps(forward)
+        def one_pass(*args):
+            context = self._context
+            if context is None:
+                return forward(*args)
+            tokens = context.tokens
+            context.tokens = dataclasses.replace(tokens, counts=tokens.counts | {"image": num_tokens(*args)})
+            context.state.cuts.clear()                         # of the pass before
+            try:
+                return forward(*args)
+            finally:
+                context.tokens = tokens
+        return one_pass
 
     def _running(self):
         """The context of the running forward, for layers that communicate with other ranks."""

@@ -11,6 +11,7 @@ from comfy.ldm.lightricks import av_model
 
 from ....xdit_backend.models.ltx2_block import AGAIN
 from .comfyui_version import newer_comfyui
+from .weight_creation import weights_at_construction
 
 WIDTH, TOKENS = 8, 3                       # of the block that is computed
 
@@ -55,8 +56,9 @@ def _norms_video_again():
 
 def _video_of_block():
     """Return the video before and after audio-to-video attention, normed, and the input of video-to-audio attention."""
-    block = av_model.BasicAVTransformerBlock(WIDTH, WIDTH, 1, 1, WIDTH, WIDTH, WIDTH, WIDTH, dtype=torch.float32,
-                                             device="cpu", operations=comfy.ops.disable_weight_init)
+    with weights_at_construction():
+        block = av_model.BasicAVTransformerBlock(WIDTH, WIDTH, 1, 1, WIDTH, WIDTH, WIDTH, WIDTH, dtype=torch.float32,
+                                                 device="cpu", operations=comfy.ops.disable_weight_init)
     for parameter in block.parameters():
         parameter.zero_()
     recorders = {name: _Recorder(float(name == "audio_to_video_attn"))

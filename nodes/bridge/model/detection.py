@@ -14,6 +14,7 @@ from ....xdit_backend.checkpoints.quantisation.layer_formats import FLOAT8
 from ....xdit_backend.checkpoints.quantisation.quantise_on_load import TYPES
 from ....xdit_backend.protocol.errors import CheckpointError, UnsupportedError
 from ....xdit_backend.protocol.shared_memory import dtype_name
+from ..compatibility.weight_creation import weights_at_construction
 from .custom_base_model import OwnConfig
 from .diffusers_keys import marker_tensors_of, refuse_undetectable, under_comfyui_names
 from .scheduler_config import apply_scheduler_config
@@ -62,10 +63,11 @@ class Detection:
                                    "would compute.")
         self._model_config.set_inference_dtype(
             storage_dtype, None if storage_dtype == compute_dtype else compute_dtype, device=device)
-        if not family.computes_as_made:
-            return self._model_config.get_model(self._tensors, "", device="meta")
-        with init_empty_weights():
-            return self._model_config.get_model(self._tensors, "", device="cpu")
+        with weights_at_construction():
+            if not family.computes_as_made:
+                return self._model_config.get_model(self._tensors, "", device="meta")
+            with init_empty_weights():
+                return self._model_config.get_model(self._tensors, "", device="cpu")
 
     def refuse_ignored(self, base_model, weight_sources):
         """Raise CheckpointError for what ComfyUI would ignore: the scheduler's prediction type, and scales of weights

@@ -14,6 +14,7 @@ import comfy.ops
 import comfy.supported_models
 
 from ....xdit_backend.protocol.errors import CheckpointError
+from ..compatibility.weight_creation import weights_at_construction
 
 INSTEAD = "Use the file of this model in ComfyUI's format."
 
@@ -110,4 +111,5 @@ def _names(family, config):
 def _template(testing, more={}):
     module, _, name = testing.native.partition(":")
     options = {"device": "meta", "dtype": torch.float32, "operations": comfy.ops.disable_weight_init}
-    return getattr(importlib.import_module(module), name)(**testing.arguments | more, **options).state_dict()
+    with weights_at_construction():
+        return getattr(importlib.import_module(module), name)(**testing.arguments | more, **options).state_dict()

@@ -26,14 +26,17 @@ from ....xdit_backend.protocol.errors import UnsupportedError, XDiTError
 from ..compatibility import class_comparisons
 from ..compatibility.comfyui_variants import constants_of, variant_of
 from ..compatibility.comfyui_version import newer_comfyui
+from ..compatibility.weight_creation import weights_at_construction
 from .state_dict import weight_sources
 from .weight_patches import PREFIX, patched
 
 TOLERANCE = 1e-4                           # relative, float32; ComfyUI 0.30.0: up to 7e-6
 LOW_PRECISION = 0.05                       # the same, where the CPU rounds the factors of float32 products
 ATTENTION, VAR_ATTENTION = ("optimized_attention", "optimized_attention_masked"), "optimized_var_attention"
+ATTENTION_FOR_DEVICE = "optimized_attention_for_device"        # returns one of ATTENTION
 OVERRIDE = "optimized_attention_override"  # key of transformer_options
 RANK, STRENGTH = 4, 0.7                    # of the LoRA
+MAX_FILLED = 1 << 20                       # elements of a tensor that is filled with NaN
 SAMPLING, LORA = "prediction", "lora"      # entries of a result
 # what classes raise that are called in another way than they are written for
 FAILURES = (RuntimeError, TypeError, AttributeError, KeyError, IndexError, ValueError, NotImplementedError,
@@ -113,7 +116,8 @@ class Pair:
 def build_pair(family, base_model):
     """Build both models on the CPU. Raises what ComfyUI's class raises if it is built in another way."""
     generator = torch.Generator().manual_seed(1)
-    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
+    with (torch.inference_mode(False), torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]),
+          weights_at_construction()):
         with _MarkedMemory():
             native = type(base_model.diffusion_model)(**family.testing.arguments, dtype=torch.float32, device="cpu",
                                                       operations=comfy.ops.disable_weight_init).eval()
@@ -200,21 +204,25 @@ def _around(native, base_model):
 
 
 class _MarkedMemory(TorchFunctionMode):
-    """Fill the tensors of torch.empty with NaN, so that a buffer that only a file fills (SD3's pos_embed) is known."""
+    """Fill the tensors of torch.empty with NaN, so that a buffer that only a file fills (SD3's pos_embed) is known.
+    Large ones are one NaN, expanded: a class of fixed sizes (MiniMax Music 3) takes no memory before it is thin."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if function is torch.empty and result.is_floating_point():
-            result.fill_(torch.nan)
-        return result
+        if function is not torch.empty or not result.is_floating_point():
+            return result
+        if result.numel() > MAX_FILLED:
+            return result.new_full((1,), torch.nan).expand(result.shape)
+        return result.fill_(torch.nan)
 
 
 def _randomise(module, generator):
-    """Random weights that keep activations near 1. Buffers keep the values that the class has computed; those
-    without are random too."""
+    """Random weights that keep activations near 1. Buffers keep the values that the class has computed; where it
+    computes none, they are random too."""
     unfilled = [(name, buffer) for name, buffer in module.named_buffers()
                 if buffer.is_floating_point() and buffer.isnan().any()]
     for name, parameter in (*module.named_parameters(), *unfilled):
+        parameter.data = parameter.data.contiguous()           # if it was one number, expanded
         numbers = torch.randn(parameter.shape, generator=generator)
         leaf, fan_in = name.rpartition(".")[2], parameter[0].numel() if parameter.ndim > 1 else 1
         if leaf == "weight" and parameter.ndim > 1:
@@ -272,9 +280,10 @@ def _use_pytorch_attention(model):
     """Compute attention by PyTorch, whichever backend this ComfyUI uses on its GPU."""
     of_sequences = {"_attention": SimpleNamespace(optimized_attention=attention_pytorch)}
     overrides = FunctionOverrides(around={VAR_ATTENTION: lambda function: in_file(function, of_sequences)},
-                                  **dict.fromkeys(ATTENTION, attention_pytorch))
+                                  **dict.fromkeys(ATTENTION, attention_pytorch),
+                                  **{ATTENTION_FOR_DEVICE: lambda *args, **options: attention_pytorch})
     for module in model.modules():
-        overrides.install_if_used(module, (*ATTENTION, VAR_ATTENTION))
+        overrides.install_if_used(module, (*ATTENTION, VAR_ATTENTION, ATTENTION_FOR_DEVICE))
         if hasattr(module, "processor"):
             overrides.install(module)
 

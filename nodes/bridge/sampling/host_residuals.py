@@ -11,6 +11,7 @@ import comfy.ops
 
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ..compatibility.block_patches import residual_networks_in
+from ..compatibility.weight_creation import weights_at_construction
 
 BLOCKS = "double_block"                    # ComfyUI's name for the blocks that process all streams
 # modules of ComfyUI's models whose output reaches no such network
@@ -53,7 +54,8 @@ class Additions:
         raise AssertionError(f"ComfyUI's {family.name} has not reached block {number - 1}")
 
     def _with_weights(self, remote, lists, device):
-        model, parameters = self._make(), dict(remote.modules[""][0].named_parameters())
+        with weights_at_construction():
+            model, parameters = self._make(), dict(remote.modules[""][0].named_parameters())
         for name in UNREAD:
             if hasattr(model, name):
                 setattr(model, name, torch.nn.ModuleList())

@@ -11,6 +11,7 @@ import torch
 from ....xdit_backend.autoencoders.vae_family import OfComfyUI, replaced
 from ..compatibility import class_comparisons
 from ..compatibility.comfyui_version import newer_comfyui
+from ..compatibility.weight_creation import weights_at_construction
 
 TOLERANCE = 1e-3                           # of pixels from 0 to 1
 DIFFERENCE = "difference"                  # entry of the stored result
@@ -50,7 +51,8 @@ def _refusal(family, what):
 def _difference(vae, kind, cls):
     """The difference as a clause; None if there is none."""
     family = kind.family
-    model = family.check_model(type(cls.__name__, (OfComfyUI, cls), {}), vae.first_stage_model).eval()
+    with weights_at_construction():
+        model = family.check_model(type(cls.__name__, (OfComfyUI, cls), {}), vae.first_stage_model).eval()
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         width = parameter[0].numel() if parameter.ndim > 1 else 1

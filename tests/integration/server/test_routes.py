@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.comfyui_server import ROOT
 from tests.support.model_zoo import lacks_module
+from tests.unit.checkpoints.published_sound import MINIMAX_MUSIC3
 from xdit_backend.models import FAMILIES
 
 
@@ -66,12 +67,10 @@ def test_files_that_the_workers_cannot_have_are_named_with_the_reason(comfyui):
 
 
 def test_models_of_newer_comfyuis_are_named_before_a_conversion(comfyui):
-    """Of MiniMax Music 3 the tensors differ; of Wan Animate 2, which a newer ComfyUI runs, only the metadata; and a
-    quantised format is named in a layer's metadata."""
+    """MiniMax Music 3 and Wan Animate 2 need the ComfyUI that has their class, which of Wan Animate 2 only the
+    metadata says; and a quantised format is named in a layer's metadata."""
     folder, said = comfyui.base / "diffusion_models", {"transformer": {"model_type": "animate2"}}
-    write_header(folder / "music.safetensors", {
-        "cond_layer_logits": (8,), "latent_conditioners.0.weight": (2048, 4096, 3),
-        "diffusion_transformer.transformer.layers.0.self_attn.to_qkv.weight": (6144, 2048)})
+    write_header(folder / "music.safetensors", MINIMAX_MUSIC3)
     wan = load_file(folder / comfyui.file("wan-i2v"))
     save_file(wan, folder / "animate2.safetensors", metadata={"config": json.dumps(said)})
     layer = "blocks.0.ffn.0"
@@ -81,10 +80,10 @@ def test_models_of_newer_comfyuis_are_named_before_a_conversion(comfyui):
     found = check(comfyui, [*(f"{name}.safetensors" for name in ("music", "animate2", "int3")),
                             comfyui.file("wan-i2v")])["models"]
 
-    is_run = not lacks_module(FAMILIES["Wan Animate 2"])
-    assert set(found) == {"music.safetensors", "int3.safetensors", *(() if is_run else ("animate2.safetensors",))}
-    assert found["music.safetensors"].startswith("music.safetensors is a MiniMax Music 3 model, which xDiT does not")
-    assert is_run or "ComfyUI does not recognise animate2" in found["animate2.safetensors"]
+    lacking = {file for file, name in (("music", "MiniMax Music 3"), ("animate2", "Wan Animate 2"))
+               if lacks_module(FAMILIES[name])}
+    assert set(found) == {"int3.safetensors", *(f"{file}.safetensors" for file in lacking)}
+    assert all(f"ComfyUI does not recognise {file}" in found[f"{file}.safetensors"] for file in lacking)
     assert f"in the format int3_of_2027 ({layer}), which xDiT does not read" in found["int3.safetensors"]
 
 

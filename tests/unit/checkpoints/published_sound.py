@@ -34,6 +34,20 @@ STABLE_AUDIO_OPEN = {**_around(1536, 64, 768, 1536, 768), "timestep_features.wei
     "transformer.layers.", 24, {**_norms(1536, "gamma", "beta"), **_block(1536, 768)})}
 
 
+# of fixed sizes: a file has the positions' frequencies and the norms' zero biases too
+MINIMAX_MUSIC3 = {
+    "cond_layer_logits": (8,), "cond_layer_scale": (1,), "latent_conditioners.0.weight": (2048, 4096, 3),
+    "latent_conditioners.0.bias": (2048,), **{f"diffusion_transformer.{name}": shape for name, shape in {
+        "preprocess_conv.weight": (2304, 2304, 1), "postprocess_conv.weight": (128, 128, 1),
+        "timestep_features.weight": (128, 1), **linear("to_timestep_embed.0", 2048, 256),
+        **linear("to_timestep_embed.2", 2048, 2048), "transformer.rotary_pos_emb.inv_freq": (16,),
+        **linear("transformer.project_in", 2048, 2304, False), **linear("transformer.project_out", 128, 2048, False),
+        **blocks("transformer.layers.", 36, {
+            **{f"{norm}.{leaf}": (2048,) for norm in ("pre_norm", "ff_norm") for leaf in ("gamma", "beta")},
+            **linear("self_attn.to_qkv", 6144, 2048, False), **linear("self_attn.to_out", 2048, 2048, False),
+            **linear("ff.ff.0.proj", 16384, 2048), **linear("ff.ff.2", 2048, 8192)})}.items()}}
+
+
 def stable_audio3(width, depth, twice):
     """Medium is 1536 wide, of 24 blocks whose attention is taken away from attention; small 1024, of 20 blocks."""
     norms = {f"{attention}.{name}_norm.gamma": (64,) for attention in ("self_attn", "cross_attn") for name in "qk"}

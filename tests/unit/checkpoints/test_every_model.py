@@ -48,9 +48,9 @@ FAMILY = {
     "CogVideoX_T2V": "CogVideoX", "CogVideoX_I2V": "CogVideoX", "CogVideoX_Inpaint": "CogVideoX",
     # whose tensors are Wan's: ComfyUI tells them by what a loader of theirs says, and no file
     "WAN21_CausalAR_T2V": "Wan", "WAN21_FlowRVS": "Wan"}
-NEWER = {"WAN_Animate2": "Wan Animate 2"}  # from ComfyUI 0.31 on
+NEWER = {"WAN_Animate2": "Wan Animate 2", "MiniMaxMusic3": "MiniMax Music 3"}  # from ComfyUI 0.31 and 0.33 on
 # of newer ComfyUIs, not run yet
-NOT_RUN = {"MiniMaxMusic3", "Trellis2", "MingImage", "QwenImage21", "SenseNovaU15", "YuE2"}
+NOT_RUN = {"Trellis2", "MingImage", "QwenImage21", "SenseNovaU15", "YuE2"}
 # class of ComfyUI's -> (a family's tensors, what it has beside those, what the refusal says)
 REFUSED = {
     **{name: ({}, {mark: (2, 2)}, "a detection or depth model") for name, mark in (

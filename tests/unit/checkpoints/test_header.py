@@ -411,6 +411,7 @@ PUBLISHED = {
         "attn_kwargs": {"qk_norm": "rms", "differential": True}, "timestep_features_type": "expo"}),
     "stable-audio-3-small": ("Stable Audio 3", published_sound.stable_audio3(1024, 20, False), {
         "embed_dim": 1024, "depth": 20, "num_heads": 16, "attn_kwargs": {"qk_norm": "rms", "differential": False}}),
+    "minimax-music-3": ("MiniMax Music 3", published_sound.MINIMAX_MUSIC3, {"depth": 36, "width": 2048}),
     "ace-step-1.0": ("ACE-Step 1.0", published_sound.ACE_STEP, {
         "in_channels": 8, "out_channels": 8, "num_layers": 24, "inner_dim": 2560, "attention_head_dim": 128,
         "num_attention_heads": 20, "mlp_ratio": 2.5, "text_embedding_dim": 768, "ssl_latent_dims": [1024, 768],

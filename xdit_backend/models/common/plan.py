@@ -142,6 +142,9 @@ class ModelPlan:
     # module after the blocks on (B, C, rows, columns) that reads one row beyond its own on each side -> rows per row of
     # tokens (Chroma Radiance). A patch reads the rows that its neighbours computed last.
     boundary_halos: ClassVar[dict[str, int]] = {}
+    # (module outside the blocks, (its positional arguments) -> number of image tokens): the forward calls this module
+    # once or several times, each time for tokens of its own, which pass through all blocks (MiniMax Music 3)
+    passes: ClassVar[tuple[str, Callable] | None] = None
     # modules inside a block, (B, T, C) to the same, that select which of their submodules compute by values (experts:
     # HiDream). They run outside the compiled graph of a block.
     graph_breaks: ClassVar[tuple[str, ...]] = ()

@@ -65,6 +65,8 @@ def _special(name, config, shape, width):
         return {name: (batch, config["local_add_cond_dim"], *shape[2:])}
     if name == "lyric_token_idx":
         return {name: (batch, 256)}
+    if name == "conditioning_scale":
+        return {name: (batch, 1, 1)}
     if name == "lyrics_strength":
         return {name: (3,)}
     if name == "refer_audio":

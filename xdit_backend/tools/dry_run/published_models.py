@@ -189,6 +189,9 @@ PUBLISHED = {
         "io_channels": 256, "embed_dim": 1536, "depth": 24, "num_heads": 24, "cond_token_dim": 768,
         "global_cond_dim": 768, "project_cond_tokens": True, "local_add_cond_dim": 257,
         "attn_kwargs": {"qk_norm": "rms", "differential": True}, "timestep_features_type": "expo"}),
+    # 120 s of songs at 86 latents per second, of 25 text tokens per second
+    "minimax-music-3": Published("MiniMax Music 3", (2400, 2352), tokens=3000, arguments={
+        "depth": 36, "width": 2048, "context_dim": 32768}),
     # 120 s of songs at 10.8 tokens per second
     "ace-step-1.0": Published("ACE-Step 1.0", (1292, 1024), tokens=256, arguments={
         "in_channels": 8, "out_channels": 8, "num_layers": 24, "inner_dim": 2560, "num_attention_heads": 20,

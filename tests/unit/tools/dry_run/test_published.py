@@ -42,7 +42,8 @@ HEADERS = {name: name for name in ("longcat-image", "pixart-alpha", "ernie-image
                                    "stable-cascade-b", "omnigen2", "lens", "joyimage", "minimax-h3",
                                    "chroma-radiance", "mage-flow", "newbie-image", "triposplat", "hidream-o1",
                                    "seedvr2-3b", "seedvr2-7b",
-                                   "stable-audio-open-1.0", "stable-audio-3-medium", "ace-step-1.0")} | {
+                                   "stable-audio-open-1.0", "stable-audio-3-medium", "minimax-music-3",
+                                   "ace-step-1.0")} | {
     "ace-step-1.5": "ace-step15", "hunyuan3d-2": "hunyuan3d-2", "hunyuan3d-2.1": "hunyuan3d-2.1",
     "z-image-omni": "z-image-omni", "z-image-pixel": "z-image-pixel", "pixeldit": "pixeldit", "pid": "pid",
     "hunyuanimage-2.1-refiner": "hunyuan-image-refiner", "hunyuanimage-2.1-distilled": "hunyuan-image-distilled",
