@@ -12,9 +12,9 @@ import torch
 from comfy_extras.nodes_upscale_model import ImageUpscaleWithModel
 
 from ....xdit_backend.checkpoints.build_upscaler import NODE
+from ....xdit_backend.host.upscale_tiles import LEAST_TILE, TILE, assign_tiles, tiles_of
 from ....xdit_backend.protocol.errors import UnsupportedError, WorkerOutOfMemoryError
 from ..workers.worker_groups import GROUPS, check_packages, show_text
-from .upscale_tiles import LEAST_TILE, TILE, assign_tiles, tiles_of
 from .upscaler_patcher import remote_upscaler
 
 
@@ -57,7 +57,7 @@ class TileMemoryError(torch.OutOfMemoryError):
 
 class TiledUpscaler:
     """An upscale model for ImageUpscaleWithModel, which calls it with one tile after the other. The workers compute the
-    tiles ahead, in the order of upscale_tiles.py. Other attributes are those of the UPSCALE_MODEL.
+    tiles ahead, in the order of host/upscale_tiles.py. Other attributes are those of the UPSCALE_MODEL.
 
     upscale_model: the UPSCALE_MODEL. remote: its RemoteUpscaler. images_BCHW: what the node splits into tiles.
     """
