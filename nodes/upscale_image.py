@@ -30,5 +30,5 @@ class XDiTUpscaleImage(io.ComfyNode):
     @classmethod
     def execute(cls, upscale_model, image, parallel=None) -> io.NodeOutput:
         check_links(upscale_model=upscale_model, image=image, parallel=parallel)
-        from .bridge.upscale.distributed_upscale import upscale    # ComfyUI's node needs spandrel, which is optional
+        from .bridge.upscale.distributed_upscale import upscale  # ComfyUI's node needs spandrel, which is optional
         return io.NodeOutput(upscale(upscale_model, image, parallel or ParallelConfig()))

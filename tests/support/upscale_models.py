@@ -17,8 +17,8 @@ def esrgan(scale=4, width=8, num_blocks=1, channels=3, seed=1):
 
 
 def compact(scale=2, width=4, num_convs=1, channels=3, seed=1):
-    """The file of a compact Real-ESRGAN model: {"params": state dict of SRVGGNetCompact}. Its layers are few, and cheap for
-    large images."""
+    """The file of a compact Real-ESRGAN model: {"params": state dict of SRVGGNetCompact}. Its layers are few and cheap
+    for large images."""
     layers = {"body.0": (channels, width), **{f"body.{2 * index}": (width, width) for index in range(1, num_convs + 1)},
               f"body.{2 * num_convs + 2}": (width, channels * scale ** 2)}
     slopes = {f"body.{2 * index + 1}.weight": torch.full((width,), 0.3) for index in range(num_convs + 1)}

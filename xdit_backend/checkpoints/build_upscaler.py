@@ -35,8 +35,7 @@ def load_upscaler(tensors, facts):
     recognise the tensors, or makes another model of them.
     """
     try:
-        from spandrel import MAIN_REGISTRY, ModelLoader
-        from spandrel.__helpers.registry import UnsupportedModelError
+        from spandrel import MAIN_REGISTRY, ModelLoader, UnsupportedModelError
     except ImportError as error:
         raise UnsupportedError(f"Install spandrel in the Python of the workers: {error}.") from error
     registry = MAIN_REGISTRY.copy()

@@ -171,7 +171,8 @@ class WorkerGroup:
 
         Raises a worker's exception (one of this project keeps its class, others become WorkerFailedError), or
         WorkerDiedError, also if the group has ended. If check() raises, the requests are abandoned: workers finish the
-        commands, except that they abort loading, decoding, encoding and upscaling soon. A probe can be waited for again.
+        commands, except that they soon abort loading, decoding, encoding and upscaling. A probe can be waited for
+        again.
         """
         try:
             while True:

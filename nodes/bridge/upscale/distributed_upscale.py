@@ -1,8 +1,8 @@
 """Distributed upscaling: ComfyUI's node ImageUpscaleWithModel, whose tiles the workers compute.
 
 The node is executed unmodified, so that tiles, blending, progress and the smaller tiles after an out-of-memory error
-are ComfyUI's own. Its upscale model is a TiledUpscaler, which has the workers compute the tiles before the node asks
-for them.
+are ComfyUI's own. Its upscale model is a TiledUpscaler, which has the workers compute the tiles before the node
+requests them.
 """
 
 import time
@@ -88,7 +88,7 @@ class TiledUpscaler:
             raise TileMemoryError(str(error)) from error
 
     def check_complete(self):
-        """Raise UnsupportedError if ComfyUI's node has not asked for every tile."""
+        """Raise UnsupportedError if ComfyUI's node has not requested every tile."""
         if self._num_taken < len(self._tiles) or (self._upscaled is None and self._images.numel()):
             raise _newer_node(f"it used {self._num_taken} of {len(self._tiles)} tiles")
 

@@ -3,8 +3,6 @@
 import dataclasses
 import weakref
 
-import torch
-
 import comfy.model_management
 
 from ....xdit_backend.planner.vae_cost import choose_ranks

@@ -128,7 +128,7 @@ class Runs:
         return run.count(step)
 
     def begin_alone(self, devices):
-        """Begin a decode, encode or upscaling. It belongs to the last run; if there is none, it becomes a run itself."""
+        """Begin a decode, encode or upscaling. It belongs to the last run; if there is none, it becomes a run."""
         if self.last is None:
             self._number += 1
             now = time.perf_counter()

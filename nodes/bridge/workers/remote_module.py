@@ -1,5 +1,5 @@
-"""A module of ComfyUI's on the workers, as ComfyUI's memory manager sees it. The weights stay in ComfyUI's object, and are
-sent when the workers lack them."""
+"""A module of ComfyUI's on the workers, as ComfyUI's memory manager sees it. The weights stay in ComfyUI's object, and
+are sent when the workers lack them."""
 
 import uuid
 import weakref
@@ -13,7 +13,7 @@ from .worker_groups import GROUPS
 
 
 class RemoteModule:
-    """A module on the workers of a group. Implements what RemotePatcher calls, but for load(), which subclasses add."""
+    """A module on the workers of a group. Implements what RemotePatcher calls; subclasses add load()."""
 
     def __init__(self, kind, module, client, dtype):
         """kind: prefix of its name. dtype: of the weights on the workers."""

@@ -17,8 +17,8 @@ FILES = {"esrgan-4x": lambda: esrgan(4), "esrgan-2x": lambda: esrgan(2), "esrgan
 # file, images, rows and columns: one tile; an odd size; a tile's size; one pixel more; two overlapping tiles whose
 # second one is smaller than the overlap; tiles in both directions; frames with tiles
 CASES = [("esrgan-4x", 1, 24, 30), ("esrgan-2x", 2, 13, 17), ("esrgan-1x", 1, 9, 40), ("compact-2x", 1, 512, 33),
-         ("compact-2x", 1, 40, 513), ("compact-3x", 1, 30, 993), ("compact-2x", 1, 700, 530), ("compact-1x", 3, 20, 600),
-         ("esrgan-4x", 5, 8, 12), ("compact-2x", 1, 1, 1)]
+         ("compact-2x", 1, 40, 513), ("compact-3x", 1, 30, 993), ("compact-2x", 1, 700, 530),
+         ("compact-1x", 3, 20, 600), ("esrgan-4x", 5, 8, 12), ("compact-2x", 1, 1, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +144,8 @@ def test_a_cancelled_upscaling_ends_soon_and_the_next_one_is_right(comfyui, upsc
     client.report_memory()                                     # after everything that the workers still do
 
     assert client.running and not client.group.segments.names()
-    torch.testing.assert_close(upscale(comfyui, model, pixels[:2], comfyui.config("cpu,cpu")), wanted(model, pixels[:2]),
-                               atol=1e-5, rtol=0)
+    result = upscale(comfyui, model, pixels[:2], comfyui.config("cpu,cpu"))
+    torch.testing.assert_close(result, wanted(model, pixels[:2]), atol=1e-5, rtol=0)
 
 
 def test_cancelling_amid_comfyuis_blending_ends_the_workers_tiles(comfyui, upscaler, monkeypatch):
@@ -175,8 +175,8 @@ def test_a_killed_worker_is_named_and_the_next_run_has_new_ones(comfyui, upscale
         if phase.text == "upscaling" and victim.is_running():
             victim.kill()
     monkeypatch.setattr(workers, "on_phase", killing)
-    with pytest.raises(comfyui.errors.WorkerDiedError, match=r"^Worker rank 1 \(cpu\) died \(exit code -9, killed\) while "
-                                                             "upscaling"):
+    with pytest.raises(comfyui.errors.WorkerDiedError, match=r"^Worker rank 1 \(cpu\) died \(exit code -9, "
+                                                             r"killed\) while upscaling"):
         upscale(comfyui, model, pixels, config)
     monkeypatch.undo()
 
@@ -223,8 +223,8 @@ def test_too_little_memory_for_the_smallest_tile_is_an_error(comfyui, upscaler, 
         starved(0)
         begin(tiled)
     monkeypatch.setattr(module.TiledUpscaler, "_begin", begun)
-    with pytest.raises(comfyui.errors.WorkerOutOfMemoryError, match=r"^Use a smaller upscale model\. Worker rank 0 \(cpu\) failed "
-                                                                    "with OutOfMemoryError while upscaling"):
+    with pytest.raises(comfyui.errors.WorkerOutOfMemoryError, match=r"^Use a smaller upscale model\. Worker rank 0 "
+                       r"\(cpu\) failed with OutOfMemoryError while upscaling"):
         upscale(comfyui, upscaler("compact-2x"), image(1, 140, 150), comfyui.config("cpu,cpu"))
 
     assert sizes == [512, 256, 128]
@@ -240,7 +240,8 @@ def refused(comfyui, model, pixels=None):
 
 def test_images_of_other_channels_are_rejected(comfyui, upscaler):
     assert refused(comfyui, upscaler("compact-2x"), image(1, 20, 20, channels=4)) == (
-        "Connect an image of 3 channels: the image has the shape (1, 20, 20, 4), and this upscale model takes 3 channels.")
+        "Connect an image of 3 channels: the image has the shape (1, 20, 20, 4), and this upscale model takes 3 "
+        "channels.")
 
 
 def test_other_objects_are_rejected(comfyui):
@@ -270,7 +271,8 @@ def patched(model, kind):
 def test_patched_models_are_rejected_by_name(comfyui, upscaler, kind):
     said = refused(comfyui, patched(upscaler("compact-2x"), kind))
 
-    assert said.startswith("Use Upscale Image (using Model) for this upscale model, or connect Load Upscale Model directly: ")
+    assert said.startswith("Use Upscale Image (using Model) for this upscale model, or connect Load Upscale Model "
+                           "directly: ")
     assert f"a node patches it ({kind})" in said if "patches" in kind else f"its {kind} differ" in said
 
 
@@ -306,7 +308,8 @@ def another_overlap(comfyui, patch):
 
 def a_tile_too_many(comfyui, patch):
     tiles_of = bridge(comfyui, "distributed_upscale").tiles_of
-    patch.setattr(bridge(comfyui, "distributed_upscale"), "tiles_of", lambda *args: [*tiles_of(*args)] + tiles_of(*args)[-1:])
+    patch.setattr(bridge(comfyui, "distributed_upscale"), "tiles_of",
+                  lambda *args: tiles_of(*args) + tiles_of(*args)[-1:])
 
 
 @pytest.mark.parametrize("mutant", [a_tile_lost, tiles_in_another_order, another_overlap, a_tile_too_many],
@@ -317,7 +320,8 @@ def test_a_wrong_plan_is_an_error(comfyui, upscaler, monkeypatch, mutant):
         mutant(comfyui, patch)
         said = refused(comfyui, upscaler("compact-2x"), image(1, 530, 600))
 
-    assert said.startswith("Update xDiT, or use Upscale Image (using Model): this ComfyUI splits the image into other tiles")
+    assert said.startswith("Update xDiT, or use Upscale Image (using Model): this ComfyUI splits the image into other "
+                           "tiles")
 
 
 @pytest.mark.parametrize("mutant", ["a tile lost", "two tiles exchanged", "an overlap not blended"])
@@ -332,7 +336,9 @@ def test_wrong_tiles_change_the_image(comfyui, upscaler, monkeypatch, mutant):
         if mutant == "a tile lost":
             tiles[1].zero_()
         elif mutant == "two tiles exchanged":
-            tiles[0][..., :tiles[1].shape[-1]], tiles[1][:] = tiles[1].clone(), tiles[0][..., :tiles[1].shape[-1]].clone()
+            part, other = tiles[0][..., :tiles[1].shape[-1]], tiles[1].clone()
+            tiles[1].copy_(part)
+            part.copy_(other)
         else:
             tiles[1][..., :64] = 0
         yield from tiles

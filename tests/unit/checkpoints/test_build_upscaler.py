@@ -41,12 +41,13 @@ def test_architectures_are_loaded_again(name):
 
 def test_tensors_of_no_upscale_model_are_rejected():
     facts = facts_of(loaded(compact()["params"]))
-    with pytest.raises(UnsupportedError, match=r"^Use Upscale Image \(using Model\) for this upscale model: spandrel cannot "
-                                               "load it from its tensors"):
+    with pytest.raises(UnsupportedError, match=r"^Use Upscale Image \(using Model\) for this upscale model: spandrel "
+                                               "cannot load it from its tensors"):
         load_upscaler({"weight": torch.zeros(1)}, facts)
 
 
-@pytest.mark.parametrize("fact, text", [("scale", "3"), ("class", "other.Net"), ("layers", ""), ("hyperparameters", "{}")])
+@pytest.mark.parametrize("fact, text", [("scale", "3"), ("class", "other.Net"), ("layers", ""),
+                                        ("hyperparameters", "{}")])
 def test_another_model_of_the_same_tensors_is_rejected(fact, text):
     tensors = compact()["params"]
     with pytest.raises(UnsupportedError, match=f"its {fact} differ from those of a Compact model"):

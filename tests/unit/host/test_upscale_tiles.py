@@ -61,7 +61,7 @@ def test_ranks_are_nearly_as_fast_as_the_best_assignment(speeds):
 
 
 def test_small_assignments_are_the_best_ones():
-    """Against every assignment, for two ranks: no more than 4/3 of the best (Graham's bound for two machines is 3/2)."""
+    """Against every assignment to two ranks: at most 4/3 of the best. Graham's bound for two machines is 3/2."""
     tiles = tiles_of(2, 20, 12, 8, 2)
     best = min(slowest_s(tiles, ranks, (1, 1)) for ranks in itertools.product((0, 1), repeat=len(tiles)))
 
