@@ -7,8 +7,9 @@ import torch
 
 from tests.support.tolerances import close
 
-# tiles of one prompt: rows and columns of pixels, with which both nodes of the graph work
-TILES = [(64, 64), (32, 96)]
+# tiles of one prompt: rows and columns of pixels, of the image and of its seams. With smaller ones, norms of the thin
+# U-Net see one pixel, and amplify rounding.
+TILES = [(64, 64), (64, 96)]
 
 
 class TileUpscaler:
@@ -39,10 +40,10 @@ class TileUpscaler:
 
 
 def graph(comfyui, model, kind, vae, encode, decode):
-    """(image of the graph, shapes of the tiles): an image of 4 tiles and smaller remainders, then its seams."""
+    """(image of the graph, shapes of the tiles): tiles and smaller remainders, then the seam between their rows."""
     upscaler = TileUpscaler(comfyui, model, comfyui.conditioning(kind, 1), comfyui.conditioning(kind, 2), vae, encode,
                             decode)
-    image = torch.rand(1, 96, 104, 3, generator=torch.Generator().manual_seed(3))
+    image = torch.rand(1, 128, 160, 3, generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
         whole = upscaler.run(image, TILES[0])
         return upscaler.run(whole, TILES[1], offset=(32, 0), seed=50), upscaler.shapes
@@ -69,7 +70,7 @@ def test_tiles_of_several_sizes_in_one_prompt_equal_comfyuis(comfyui, vae_of, ki
     result, again = graph(comfyui, model, kind, vae, *distributed(comfyui, config))
     mixed, _ = graph(comfyui, model, kind, vae, *nodes_of(comfyui))
 
-    assert shapes == again and len(set(shapes)) >= 4 and want.std() > 0.01
+    assert shapes == again and set(shapes) == {(64, 64), (64, 32), (64, 96)} and want.std() > 0.01
     close(result, want, 1e-4)
     close(mixed, want, 1e-4)
 
