@@ -5,7 +5,7 @@ import { called, everyNode, keyOf, read } from "./graph.js";
 const OURS = "XDiTLoadModel";
 
 /**
- * Request the check of a prompt, {id of a node: {class_type, inputs}}, and of model files that nodes outside of ComfyUI's types load. Returns {models, vaes, absent, nodes} as POST /xdit/check does, or
+ * Request the check of a prompt, {id of a node: {class_type, inputs}}, and of model files that nodes outside of ComfyUI's types load. Returns {models, vaes, upscalers, absent, nodes} as POST /xdit/check does, or
  * {failed: the reason} if the server does not answer.
  */
 export async function checkOf(api, prompt, models = []) {
@@ -17,10 +17,10 @@ export async function checkOf(api, prompt, models = []) {
 }
 
 /**
- * Turn a check into the refusals of toAllGpus, and name its other nodes. Returns {refusals: {models, vaes, nodes}, others: {verdict: nodes}};
+ * Turn a check into the refusals of toAllGpus, and name its other nodes. Returns {refusals: {models, vaes, upscalers, nodes}, others: {verdict: nodes}};
  * each of these nodes is {id, type, title, inside}; others.refused, also {reason, by, text}, are loaders of the pack. A node of a subgraph that is used several times is refused if one use is.
  */
-export function verdictsOf(workflow, { models, vaes, nodes }) {
+export function verdictsOf(workflow, { models, vaes, upscalers = {}, nodes }) {
   const book = read(workflow), refused = {}, ours = [], others = {}, seen = new Set();
   for (const [id, { verdict, by, reason }] of Object.entries(nodes)) {
     const place = placeOf(book, id);
@@ -35,7 +35,7 @@ export function verdictsOf(workflow, { models, vaes, nodes }) {
     const text = node.type === OURS && models[node.widgets_values?.[0]];
     if (text) ours.push({ ...called(book, { graph, node }), reason: "file", text });
   }
-  return { refusals: { models, vaes, nodes: refused }, others: { ...others, refused: ours } };
+  return { refusals: { models, vaes, upscalers, nodes: refused }, others: { ...others, refused: ours } };
 }
 
 /** Return the place of an execution id, "12", or "65:12" inside a subgraph node; null if it is not a node of the file. */

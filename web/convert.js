@@ -10,7 +10,9 @@ import { ATTENTIONS, DTYPES, LOADERS, OWN_MODELS, PIPELINES, RAYLIGHT, effectOf,
 import { shrink } from "./placing.js";
 import { isRewired, takeOver, valuesByName } from "./takeover.js";
 
-export const SAME_INPUTS = { KSampler: "XDiTParallelSampler", VAEDecode: "XDiTVAEDecode", VAEEncode: "XDiTVAEEncode" };
+export const SAME_INPUTS = { KSampler: "XDiTParallelSampler", VAEDecode: "XDiTVAEDecode", VAEEncode: "XDiTVAEEncode",
+  ImageUpscaleWithModel: "XDiTUpscaleImage" };
+const UPSCALER_FILES = { UpscaleModelLoader: "model_name" };
 const VAE_FILES = { VAELoader: "vae_name", CheckpointLoaderSimple: "ckpt_name", ImageOnlyCheckpointLoader: "ckpt_name" };
 const REFUSED_OF_PACKS = ["XfuserFluxLoraLoader"];             // nodes that call methods of their own pack's model
 // Nodes that are not converted when their model is, with the reason shown.
@@ -20,7 +22,7 @@ const STAY = {
 };
 
 /**
- * Convert a workflow to run on all GPUs. refusals: the server's answer of check.js: {models, vaes}, each {file: why the workers cannot load it},
+ * Convert a workflow to run on all GPUs. refusals: the server's answer of check.js: {models, vaes, upscalers}, each {file: why the workers cannot load it},
  * and nodes, {key of a loader: {by, text}}: why the workers would reject its model's run, because of the node `by`. definitions: {type: definition}
  * of the installed nodes, as /object_info returns them. Returns {workflow, outcomes, changed, left, stay, dropped, already}.
  * outcomes: one for each node that has or needs a counterpart: {id, type, title, inside, outcome, reason, ...}. outcome: "converted" (`to`: the new
@@ -49,7 +51,7 @@ export function toAllGpus(source, refusals = {}, definitions = {}) {
   for (const place of everyNode(book)) {
     const { node } = place;
     if (!(node.type in SAME_INPUTS)) continue;
-    const reason = node.type === "KSampler" ? whyNotSampler(book, place, converted) : whyNotVae(book, place, converted, refusals.vaes ?? {});
+    const reason = whyNotSame[node.type](book, place, converted, refusals);
     if (reason) leave(place, reason);
     else changes.push([place, { type: SAME_INPUTS[node.type] }]);
   }
@@ -169,15 +171,26 @@ function whyNotSampler(book, { graph, node }, converted) {
   return other ? ["model_stays", { by: other.title || other.type }] : null;
 }
 
-function whyNotVae(book, { graph, node }, converted, refusals) {
-  if (!converted.size) return ["no_model_here"];
-  const link = linkOf(node, "vae");
-  for (const source of link == null ? [] : sources(book, graph, link, "VAE")) {
-    const text = source.type in VAE_FILES && refusals[source.widgets_values?.[0]];
+function whyNotVae(book, place, converted, { vaes = {} }) {
+  return converted.size ? whyNotFile(book, place, "vae", "VAE", VAE_FILES, vaes) : ["no_model_here"];
+}
+
+/** A workflow that only upscales is converted too. */
+function whyNotUpscaler(book, place, converted, { upscalers = {} }) {
+  return whyNotFile(book, place, "upscale_model", "UPSCALE_MODEL", UPSCALER_FILES, upscalers);
+}
+
+/** Return why the workers cannot load the file that an input of this type comes from; null if they can. */
+function whyNotFile(book, { graph, node }, input, type, loaders, refused) {
+  const link = linkOf(node, input);
+  for (const source of link == null ? [] : sources(book, graph, link, type)) {
+    const text = source.type in loaders && refused[source.widgets_values?.[0]];
     if (text) return ["file", { text }];
   }
   return null;
 }
+
+const whyNotSame = { KSampler: whyNotSampler, VAEDecode: whyNotVae, VAEEncode: whyNotVae, ImageUpscaleWithModel: whyNotUpscaler };
 
 /** Return why a node that uses a converted model, or that another pack places, stays as it is; null if it is neither. */
 function whyItStays(book, graph, node, converted) {

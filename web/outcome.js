@@ -17,7 +17,7 @@ const CHANGED = "xdit.outcome";
 const language = () => app.extensionManager.setting.get("Comfy.Locale");
 const text = (key, values) => say(language(), key, values);
 
-const SHOWING = ["XDiTParallelSampler", "XDiTVAEDecode", "XDiTVAEEncode"];      // nodes that report progress in every run
+const SHOWING = ["XDiTParallelSampler", "XDiTVAEDecode", "XDiTVAEEncode", "XDiTUpscaleImage"];      // nodes that report progress in every run
 const MIN_HEIGHT = 58;                     // of a text, in canvas pixels
 
 let outcome = null;

@@ -5,10 +5,10 @@ import { element } from "./dom.js";
 const ROW = 34, BAR = 18, TOP = 14;                            // pixels
 const MIN_WIDTH = 0.2;                                         // of a span in pixels; smaller ones are merged
 // What a device does in each kind of span. Where spans overlap, the later of these counts.
-const DOES = { whole: "compute", patch: "compute", decode: "compute", encode: "compute", measure: "compute", wait: "wait", weights: "transfer", exchange: "transfer" };
+const DOES = { whole: "compute", patch: "compute", decode: "compute", encode: "compute", upscale: "compute", measure: "compute", wait: "wait", weights: "transfer", exchange: "transfer" };
 const SHARES = ["compute", "wait", "transfer", "idle"];
 const WAITS = ["wait", "weights", "exchange"];
-const KINDS = ["whole", "patch", "decode", "encode", "measure", ...WAITS];    // in the order of the legend
+const KINDS = ["whole", "patch", "decode", "encode", "upscale", "measure", ...WAITS];    // in the order of the legend
 
 /** Summarise a rank's spans from begin to end: its number of steps, and the shares of the time in percent, which add up to 100. */
 export function summarise(spans, begin, end) {

@@ -237,6 +237,34 @@ export const ZH = {
     "请使用“UNet加载器”，或换一个版本的 ComfyUI：{0} 以 ComfyUI 自己的模块运行，而 ComfyUI {2} 的 {1} {3}，并行方法却依赖于此。",
   "Install ComfyUI on this machine, and set XDIT_COMFYUI to its folder: this model runs as ComfyUI's own module, and no ComfyUI was found.":
     "请在这台机器上安装 ComfyUI，并把 XDIT_COMFYUI 设为其文件夹：此模型以 ComfyUI 自己的模块运行，而这里找不到 ComfyUI。",
+  "Upscale Image (using Model)":
+    "使用模型放大图像",
+  "Install spandrel in the Python of the workers: {}.":
+    "请在工作进程的 Python 中安装 spandrel：{0}。",
+  "Install spandrel in ComfyUI's Python, which loads upscale models: {}.":
+    "请在 ComfyUI 的 Python 中安装 spandrel，它用于加载放大模型：{0}。",
+  "Use {} for this upscale model: spandrel cannot load it from its tensors ({}, {}: {}).":
+    "此放大模型请使用“{0}”：spandrel 无法由它的张量加载它（{1}，{2}：{3}）。",
+  "Use {} for this upscale model, or connect Load Upscale Model directly: its {} differ from those of a {} model that spandrel loads ({} instead of {}).":
+    "此放大模型请使用“{0}”，或直接连接“加载放大模型”：它的 {1} 与 spandrel 加载的 {2} 模型不同（为 {3}，而不是 {4}）。",
+  "Use {} for this upscale model, or connect Load Upscale Model: this is a {}, and Distributed Upscale Image takes the image models that spandrel loads.":
+    "此放大模型请使用“{0}”，或连接“加载放大模型”：这是 {1}，而“分布式放大图像”接受 spandrel 加载的图像模型。",
+  "Use {} for this upscale model, or connect Load Upscale Model directly: a node patches it ({}), which Distributed Upscale Image does not support.":
+    "此放大模型请使用“{0}”，或直接连接“加载放大模型”：有节点对它打了补丁（{1}），“分布式放大图像”不支持这一点。",
+  "Use {} for this upscale model: it returns a tile of the shape {}, and spandrel says {}.":
+    "此放大模型请使用“{0}”：它返回形状为 {1} 的分块，而 spandrel 给出的是 {2}。",
+  "Connect an image of {} channels: the image has the shape {}, and this upscale model takes {} channels.":
+    "请连接 {0} 通道的图像：该图像的形状为 {1}，而此放大模型接受 {2} 个通道。",
+  "Update xDiT, or use {}: this ComfyUI splits the image into other tiles than the pack knows: {}.":
+    "请更新 xDiT，或使用“{0}”：此 ComfyUI 拆分图像的分块与本扩展所知的不同：{1}。",
+  "it used {} of {} tiles":
+    "它使用了 {1} 个分块中的 {0} 个",
+  "it has more than {} tiles":
+    "它有多于 {0} 个分块",
+  "tile {} has the shape {}, where the pack knows {}":
+    "分块 {0} 的形状为 {1}，而本扩展所知的为 {2}",
+  "tile {} has other pixels":
+    "分块 {0} 的像素不同",
   "Load a file of {} in ComfyUI's format: {} is a folder of it, and xDiT runs it as ComfyUI's own module, which takes files.":
     "请加载 ComfyUI 格式的 {0} 单个文件：{1} 是它的文件夹，而 xDiT 以 ComfyUI 自己的模块运行它，只接受单个文件。",
   "Update ComfyUI: the version {} in {} has no {} in {}, which this model needs ({}).":
@@ -943,6 +971,12 @@ export const ZH = {
     "正在更改权重 {0} / {1}",
   "comparing model files{} {} of {}":
     "正在比较模型文件{0} {1} / {2}",
+  "upscaling {} of {}":
+    "正在放大 {0} / {1}",
+  "upscaled in {} s on {}":
+    "在 {1} 上放大，用时 {0} 秒",
+  "upscaled in {} s on {}, tiles of {} pixels":
+    "在 {1} 上放大，用时 {0} 秒，分块为 {2} 像素",
   "decoding {} of {}":
     "正在解码 {0} / {1}",
   "encoding {} of {}":
@@ -1005,6 +1039,10 @@ export const ZH = {
     "工作进程的全部输出在 {0} 中。",
   "{}; or {}":
     "{0}；或{1}",
+  "a smaller upscale model":
+    "更小的放大模型",
+  "the device without loaded models, which take {} (ComfyUI's Unload Models)":
+    "没有已加载模型的设备，这些模型占用 {0}（ComfyUI 的“卸载模型”）",
   "a smaller latent":
     "更小的 latent",
   "a smaller image":
@@ -1037,6 +1075,8 @@ export const ZH = {
     "正在取回权重",
   "changing weights":
     "正在更改权重",
+  "upscaling":
+    "正在放大",
   "decoding":
     "正在解码",
   "encoding":

@@ -15,6 +15,12 @@ export const ZH_NOTES = {
     "### 在全部 GPU 上运行 {0}：文生视频",
   "**xDiT Parallel Config** uses all CUDA devices. With two GPUs, the positive and the negative prompt run side by side. The image equals a single-GPU run up to rounding.":
     "**xDiT 并行配置**使用全部 CUDA 设备。有两个 GPU 时，正向和负向提示词同时运行。除舍入误差外，图像与单 GPU 运行相同。",
+  "### Upscaling on all your GPUs":
+    "### 在全部 GPU 上放大图像",
+  "**Distributed Upscale Image** distributes the tiles of the image over all CUDA devices. The result equals that of **Upscale Image (using Model)**.":
+    "**分布式放大图像**把图像的分块分给全部 CUDA 设备。结果与**使用模型放大图像**相同。",
+  "For a video, connect its frames in place of the image: the GPUs share them as well.":
+    "要放大视频，请连接视频的各帧来代替图像：它们也由各 GPU 分担。",
   "The same workflow also runs on one GPU.":
     "同一工作流也可在单个 GPU 上运行。",
   "**Files**":

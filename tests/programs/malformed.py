@@ -56,6 +56,8 @@ EXAMPLES = [
     messages.Estimate(7, "vae-1", (1, 16, 8, 8), 1),
     messages.Decode(7, "vae-1", SEGMENT, SEGMENT),
     messages.Encode(7, "vae-1", SEGMENT, SEGMENT),
+    messages.LoadUpscaler(6, specs.UpscalerSpec("upscaler-1", {"model.0.weight": SEGMENT}, {"scale": "4"})),
+    messages.Upscale(7, "upscaler-1", [specs.Tile(1, SEGMENT, SEGMENT)], 2, 6),
     messages.Probe(8, "bfloat16"),
     messages.ReportMemory(8, 12.5),
     messages.GiveBack(8),

@@ -18,9 +18,9 @@ from tests.support.architecture import (
 
 # package -> packages it may import, besides itself
 ARROWS = {
-    "nodes": ["nodes.bridge.compatibility", "nodes.bridge.model", "nodes.bridge.vae", "nodes.bridge.workers",
-              "xdit_backend.autoencoders", "xdit_backend.config", "xdit_backend.demo_model", "xdit_backend.models",
-              "xdit_backend.protocol"],
+    "nodes": ["nodes.bridge.compatibility", "nodes.bridge.model", "nodes.bridge.upscale", "nodes.bridge.vae",
+              "nodes.bridge.workers", "xdit_backend.autoencoders", "xdit_backend.config", "xdit_backend.demo_model",
+              "xdit_backend.models", "xdit_backend.protocol"],
     "nodes.bridge.compatibility": ["xdit_backend.comfyui", "xdit_backend.config", "xdit_backend.models",
                                    "xdit_backend.protocol"],
     "nodes.bridge.model": ["nodes.bridge.compatibility", "nodes.bridge.sampling", "nodes.bridge.workers",
@@ -30,9 +30,12 @@ ARROWS = {
     "nodes.bridge.sampling": ["nodes.bridge.compatibility", "nodes.bridge.workers", "xdit_backend.host",
                               "xdit_backend.memory", "xdit_backend.partition", "xdit_backend.planner",
                               "xdit_backend.protocol"],
-    "nodes.bridge.server": ["nodes.bridge.model", "nodes.bridge.vae", "nodes.bridge.workers",
-                            "xdit_backend.autoencoders", "xdit_backend.config", "xdit_backend.memory",
-                            "xdit_backend.planner", "xdit_backend.protocol", "xdit_backend.system"],
+    "nodes.bridge.server": ["nodes.bridge.model", "nodes.bridge.upscale", "nodes.bridge.vae", "nodes.bridge.workers",
+                            "xdit_backend.autoencoders", "xdit_backend.checkpoints", "xdit_backend.config",
+                            "xdit_backend.memory", "xdit_backend.planner", "xdit_backend.protocol",
+                            "xdit_backend.system"],
+    "nodes.bridge.upscale": ["nodes.bridge.workers", "xdit_backend.checkpoints", "xdit_backend.host",
+                             "xdit_backend.protocol"],
     "nodes.bridge.vae": ["nodes.bridge.compatibility", "nodes.bridge.workers", "xdit_backend.autoencoders",
                          "xdit_backend.planner", "xdit_backend.protocol"],
     "nodes.bridge.workers": ["xdit_backend.config", "xdit_backend.host", "xdit_backend.memory",

@@ -189,7 +189,7 @@ def test_what_the_archive_holds_runs_in_an_empty_comfyui(archive, tmp_path):
         pages = [host.get(f"/extensions/{PACK}/docs/{name}.md") for name in nodes if name.startswith("XDiT")]
 
     assert {"XDiTLoadModel", "XDiTParallelConfig", "XDiTParallelSampler", "XDiTVAEDecode", "XDiTVAEEncode",
-            "XDiTLoadClipVae"} <= set(nodes)
+            "XDiTUpscaleImage", "XDiTLoadClipVae"} <= set(nodes)
     assert all(page.startswith(b"# ") for page in pages) and "Demo" in templates[PACK]
 
 

@@ -58,8 +58,16 @@ init = dist.init_process_group
 
 def init_process_group(*args, **kwargs):
     from xdit_backend.hooks.transformer import Hooks
-    from xdit_backend.worker import autoencoders, models
+    from xdit_backend.worker import autoencoders, models, upscalers
     load, run_forward = models.load_transformer, Hooks._run_forward
+    load_upscaler = upscalers.load_upscaler
+
+    def with_shortage(*args):
+        descriptor = load_upscaler(*args)
+        call = descriptor._call_fn
+        descriptor._call_fn = lambda model, image: (run_out("upscale"), call(model, image))[1]
+        return descriptor
+    upscalers.load_upscaler = with_shortage
 
     def load_transformer(spec, device, report, *more):
         def reported(done, total):
@@ -106,7 +114,7 @@ def can_run_out(folder):
 
 def run_out_of_memory(folder, rank, place):
     """Have this rank run out of memory once: in its "load" of a model, the last "block" of a forward, an "exchange",
-    "decode" or "encode". Returns the file that is there until then."""
+    "decode", "encode" or "upscale". Returns the file that is there until then."""
     path = Path(folder, f"runs-out-{rank}")
     path.write_text(place)
     return path

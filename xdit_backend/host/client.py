@@ -1,6 +1,7 @@
 """Client of a worker group: predictions of a model, with tensors as input and output, and the workers' reports.
 
-workers.py manages the group; models.py, autoencoders.py and injected_networks.py track what it has loaded.
+workers.py manages the group; models.py, autoencoders.py, upscalers.py and injected_networks.py track what it has
+loaded.
 """
 
 import collections
@@ -16,6 +17,7 @@ from .calls import SYNCHRONOUS, CallHandle, refuse_unusable, share_call
 from .conditioning_cache import Conditionings
 from .injected_networks import Networks
 from .models import Models
+from .upscalers import Upscalers
 from .workers import Workers
 
 
@@ -28,7 +30,7 @@ class Client:
         self._runs, self._num_conditionings = {}, 0
         self.workers = Workers(devices, machines, supervisor, on_phase, check)
         self.models, self.autoencoders = Models(self.workers, self._runs), Autoencoders(self.workers)
-        self.networks = Networks(self.workers)
+        self.networks, self.upscalers = Networks(self.workers), Upscalers(self.workers)
         self._step = ""                                        # see begin_step
         self._probing = (None, "", 0)                          # the group, dtype and request of the last probe
 
@@ -56,18 +58,23 @@ class Client:
     # --- loaded models ---
 
     def holds(self, name):
-        """Whether the running group has loaded this model or VAE."""
-        return name in self.models.loaded or name in self.autoencoders.loaded
+        """Whether the running group has loaded this model, VAE or upscale model."""
+        return any(name in loaded for loaded in self._loaded)
 
     def drop(self, name):
-        """Unload a model or VAE on every worker."""
-        self.models.loaded.drop(name)
-        self.autoencoders.loaded.drop(name)
+        """Unload a model, VAE or upscale model on every worker."""
+        for loaded in self._loaded:
+            loaded.drop(name)
 
     def forget(self, name):
-        """Unload a model or VAE without waiting, and without restarting ended workers. Thread-safe."""
+        """Unload a model, VAE or upscale model without waiting, and without restarting ended workers. Thread-safe."""
         self.models.forget(name)
         self.autoencoders.loaded.forget(name)
+        self.upscalers.loaded.forget(name)
+
+    @property
+    def _loaded(self):
+        return self.models.loaded, self.autoencoders.loaded, self.upscalers.loaded
 
     # --- predictions, and the conditioning of runs ---
 

@@ -171,7 +171,8 @@ class WorkerGroup:
 
         Raises a worker's exception (one of this project keeps its class, others become WorkerFailedError), or
         WorkerDiedError, also if the group has ended. If check() raises, the requests are abandoned: workers finish the
-        commands, except that they abort loading, decoding and encoding soon. A probe can be waited for again.
+        commands, except that they soon abort loading, decoding, encoding and upscaling. A probe can be waited for
+        again.
         """
         try:
             while True:
@@ -192,6 +193,15 @@ class WorkerGroup:
             # the complete one, or all of them after an exception
             self._requests.claim(numbers)
             self._requests.remove_answered(self.segments)
+
+    @_alone
+    def abandon(self, numbers):
+        """Give up requests that nobody will wait for any more, as `wait` does if check() raises."""
+        numbers = self._requests.still_open(numbers)
+        if self.alive:
+            self._abort(numbers)
+        self._requests.claim(numbers)
+        self._requests.remove_answered(self.segments)
 
     def receive_pending(self):
         """Process answers that nobody waits for, such as those to DropModel. Does not block."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from ..planner.memory_fit import remedies
 from ..protocol import errors
 from ..protocol.errors import WorkerFailedError, WorkerOutOfMemoryError
-from ..protocol.messages import Decode, Done, Encode, LoadModel, Probe
+from ..protocol.messages import Decode, Done, Encode, LoadModel, Probe, Upscale
 from .oom_report import describe_out_of_memory
 from .startup_watchdog import HELP
 from .unmatched_collectives import is_unmatched, lost_device
@@ -15,7 +15,8 @@ from .unmatched_collectives import is_unmatched, lost_device
 ACTIVITIES = {"LoadModel": "loading a model", "Predict": "computing a step",
               "ParkModel": "parking weights in system RAM", "RestoreModel": "loading parked weights",
               "LoadAutoencoder": "loading a VAE", "LoadNetwork": "loading a model patch",
-              "Decode": "decoding", "Encode": "encoding", "Probe": "measuring"}
+              "LoadUpscaler": "loading an upscale model",
+              "Decode": "decoding", "Encode": "encoding", "Upscale": "upscaling", "Probe": "measuring"}
 
 
 IN_EXCHANGE = ", in a transfer between ranks"
@@ -107,7 +108,7 @@ class Requests:
         activity = ACTIVITIES.get(type(command).__name__, "") + (activity and f" ({activity})")
         self._open[number] = Request(set(ranks), set(answering), list(segments), claimed=not answering,
                                      command=type(command).__name__,
-                                     can_stop=isinstance(command, (LoadModel, Decode, Encode)),
+                                     can_stop=isinstance(command, (LoadModel, Decode, Encode, Upscale)),
                                      activity=f" while {activity}" if activity else "",
                                      is_resumable=isinstance(command, Probe))
         return self._open[number]
@@ -154,6 +155,10 @@ class Requests:
         """Mark requests that nobody will wait for any more."""
         for number in numbers:
             self._open[number].claimed = True
+
+    def still_open(self, numbers):
+        """Those of these requests that have not been removed."""
+        return [number for number in numbers if number in self._open]
 
     def take(self, number):
         """Return {rank: Done} of a complete request, which is no longer resumable then."""

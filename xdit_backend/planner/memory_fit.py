@@ -36,7 +36,7 @@ OF_A_RUN = ("key_value_bytes", "exchange_bytes", "conditioning_bytes", "activati
 OF_16_BITS = {"fp8_e4m3fn": 0.5, "int8": 0.5, "nf4, with the package bitsandbytes": 36 / 128}
 MIN_BYTES = 2 ** 20                        # smaller amounts are not reported
 OF_WEIGHTS = ("LoadModel", "RestoreModel", "ChangeWeights", "ReturnWeights", "LoadNetwork", "LoadAutoencoder")
-OF_A_VAE = ("Decode", "Encode")
+OF_A_VAE, OF_AN_UPSCALER = ("Decode", "Encode"), ("Upscale", "LoadUpscaler")
 
 
 @dataclass(frozen=True)
@@ -387,8 +387,13 @@ def remedies(numbers, num_ranks, command="Predict", device=""):
     They are upper bounds: the run needs at least the memory that it used and requested, and may need more. command:
     name of its message. device: the one that ran out of memory; "": a GPU.
     """
-    hints = [] if command in OF_WEIGHTS else _of_sizes(numbers, num_ranks, command in OF_A_VAE)
-    if command not in OF_A_VAE:
+    if command in OF_AN_UPSCALER:
+        hints = ["a smaller upscale model"]
+        if (weights := numbers.get("weight_bytes", 0)) >= 2 ** 30:
+            hints.append(f"the device without loaded models, which take {gigabytes(weights)} (ComfyUI's Unload Models)")
+    else:
+        hints = [] if command in OF_WEIGHTS else _of_sizes(numbers, num_ranks, command in OF_A_VAE)
+    if command not in (*OF_A_VAE, *OF_AN_UPSCALER):
         hints += _of_weights(numbers, own_name(device) != "cpu", command in OF_WEIGHTS)
     if (others := numbers.get("other_bytes", 0)) >= 2 ** 30:
         hints.append(f"the device without other programs, which take {gigabytes(others)} (nvidia-smi shows them)")

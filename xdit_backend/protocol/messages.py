@@ -21,6 +21,8 @@ from .specs import (
     ModelSpec,
     NetworkSpec,
     Patch,
+    Tile,
+    UpscalerSpec,
 )
 from .store_messages import StoreReply, StoreRequest
 from .validation import STRICT, ByName, Exchange, Many, ManyListed, Natural, Printable, Rank, Speed
@@ -185,6 +187,25 @@ class Encode:
 
 
 @dataclass(frozen=True, config=STRICT)
+class LoadUpscaler:
+    """Load an upscale model, until DropModel of its name."""
+
+    request: Natural
+    spec: UpscalerSpec
+
+
+@dataclass(frozen=True, config=STRICT)
+class Upscale:
+    """Upscale tiles, each on its rank."""
+
+    request: Natural
+    upscaler: str
+    tiles: ManyListed[Tile]
+    first: Natural = 0             # number of the first of them among the `total` tiles of the node's images
+    total: Natural = 0
+
+
+@dataclass(frozen=True, config=STRICT)
 class Probe:
     """Measure this rank's device and its links to the others. worker/device_probe.py documents the reply's numbers."""
 
@@ -210,8 +231,8 @@ class GiveBack:
 
 @dataclass(frozen=True, config=STRICT)
 class Abort:
-    """Cancel a LoadModel (a DropModel follows), Decode or Encode that the host no longer waits for. It overtakes the
-    commands before it."""
+    """Cancel a LoadModel (a DropModel follows), Decode, Encode or Upscale that the host no longer waits for. It
+    overtakes the commands before it."""
 
     request: Natural
 
@@ -275,7 +296,7 @@ class Span:
     """An interval of a rank's work, by time.perf_counter, which is the same clock in all processes of a machine."""
 
     # "whole" (full latent) or "patch" of a step; "wait" for the previous stage; "weights" being streamed; "exchange"
-    # with other ranks; "decode"; "encode"; "measure"
+    # with other ranks; "decode"; "encode"; "upscale"; "measure"
     kind: str
     start_s: float
     end_s: float
@@ -309,7 +330,7 @@ class Failed:
 
 MESSAGES = {cls.__name__: cls for cls in (
     LoadModel, DropModel, ChangeWeights, ReturnWeights, ParkModel, RestoreModel, Conditioning, DropConditioning,
-    Predict, LoadAutoencoder, LoadNetwork,
+    Predict, LoadAutoencoder, LoadNetwork, LoadUpscaler, Upscale,
     Estimate, Decode, Encode, Probe, ReportMemory, GiveBack, Abort, Stop, Ready, StartFailed, Phase, Heartbeat, Done,
     Failed, StoreRequest, StoreReply)}
 

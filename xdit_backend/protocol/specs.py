@@ -8,7 +8,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from .shared_memory import Segment
-from .validation import STRICT, ByName, Degree, Many, Natural, Share, Speed
+from .validation import STRICT, ByName, Degree, Many, Natural, Rank, Share, Speed
 
 # metadata of a field whose segments the workers write; the host fills all others
 RESULT = {"is_result": True}
@@ -116,6 +116,24 @@ class NetworkSpec:
     # hypernetwork: "320.0" (width, 0 for keys or 1 for values) -> its layers in order, "linear relu linear";
     # audio cross-attention: "heads" -> number of attention heads; guidance: "scale", "alpha" and "tau" of nag.py
     settings: ByName[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, config=STRICT)
+class UpscalerSpec:
+    """An upscale model that spandrel loads from a state dict; the host sends it as segments."""
+
+    name: str
+    weights: ByName[str, Segment]
+    facts: ByName[str, str]        # of checkpoints.build_upscaler.facts_of
+
+
+@dataclass(frozen=True, config=STRICT)
+class Tile:
+    """A tile of an image to upscale, on one rank."""
+
+    rank: Rank
+    image: Segment                 # (1, C, H, W), float32 in [0, 1]
+    upscaled: Segment = dataclasses.field(metadata=RESULT)     # (1, C', H * scale, W * scale), float32
 
 
 # --- options of a call ---

@@ -21,11 +21,12 @@ from .memory import Memory
 from .models import Models
 from .predictions import Predictions
 from .timeline import Timeline
+from .upscalers import Upscalers
 
 KNOWN_BYTES = ("weight_bytes", "cast_bytes", "key_value_bytes", "exchange_bytes", "conditioning_bytes")
 VERSIONS_SHARE = 0.5                       # fraction of unused memory that cached versions of weights may take
 ALLOCATING = (messages.LoadModel, messages.ChangeWeights, messages.ReturnWeights, messages.RestoreModel,
-              messages.LoadAutoencoder)
+              messages.LoadAutoencoder, messages.LoadUpscaler)
 # text of torch's error
 TRIED_TO_ALLOCATE = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)
 UNITS = {"bytes": 1, "KiB": 2 ** 10, "MiB": 2 ** 20, "GiB": 2 ** 30}
@@ -51,6 +52,7 @@ class Engine:
                                         num_on_machine=machines.count(machines[rank]) if machines else world_size)
         self._autoencoders = Autoencoders(Ranks(dist.group.WORLD, machines), device, staging, report_phase,
                                           self._timeline)
+        self._upscalers = Upscalers(rank, device, staging, report_phase, self._timeline)
         self.request, self.traffic = 0, Traffic()              # of the current or last command
         self._handlers = {
             messages.LoadModel: self._load,
@@ -68,6 +70,8 @@ class Engine:
             messages.LoadNetwork: lambda command, traffic: self._predictions.networks.load(command.spec),
             messages.Decode: lambda command, traffic: self._transform(self._autoencoders.decode, command, traffic),
             messages.Encode: lambda command, traffic: self._transform(self._autoencoders.encode, command, traffic),
+            messages.LoadUpscaler: lambda command, traffic: self._upscalers.load(command.spec),
+            messages.Upscale: lambda command, traffic: self._transform(self._upscalers.upscale, command, traffic),
             messages.Probe: lambda command, traffic: self._probe(command, traffic, report_phase),
             messages.ReportMemory: self._report_memory,
             messages.GiveBack: lambda command, traffic: self.memory.give_back(),
@@ -124,6 +128,7 @@ class Engine:
     def _drop(self, command, traffic):
         self._models.drop(command.name)
         self._autoencoders.drop(command.name)
+        self._upscalers.drop(command.name)
         self._predictions.networks.drop(command.name)
         gc.collect()                                           # hooks and modules refer to each other
         self.memory.give_back()
@@ -183,7 +188,7 @@ class Engine:
         allocated = (accelerator.module(self.device).memory_allocated(self.device) if self.device.type != "cpu"
                      else 0)
         return {"weight_bytes": (self._models.weight_bytes + self._autoencoders.weight_bytes
-                                 + self._predictions.networks.num_bytes),
+                                 + self._upscalers.weight_bytes + self._predictions.networks.num_bytes),
                 "vae_bytes": self._autoencoders.weight_bytes,
                 "allocated_bytes": allocated, "free_bytes": free_bytes(self.device), **self._predictions.memory(),
                 **self.memory.report()}

@@ -8,6 +8,7 @@ from ....xdit_backend.protocol.errors import ConfigError
 # inputs that links of any type, such as a reroute's, can provide
 TEXTS = "text", "label", "model_name", "weight_dtype", "ckpt_name"
 NEEDED = {"model": "a MODEL", "vae": "a VAE", "samples": "a LATENT", "latent_image": "a LATENT", "pixels": "an IMAGE",
+          "image": "an IMAGE", "upscale_model": "an UPSCALE_MODEL",
           "positive": "a CONDITIONING", "negative": "a CONDITIONING", "parallel": "the output of xDiT Parallel Config",
           **dict.fromkeys(TEXTS, "a text")}
 # types of values that a prompt of ComfyUI's API can have in place of a link
@@ -30,7 +31,7 @@ def check_links(**inputs):
         elif name == "parallel":
             fits = value is None or isinstance(value, ParallelConfig)
         else:
-            fits = torch.is_tensor(value) if name == "pixels" else not isinstance(value, PLAIN)
+            fits = torch.is_tensor(value) if name in ("pixels", "image") else not isinstance(value, PLAIN)
         if not fits:
             raise ConfigError(f"Connect the output of a suitable node: {name} is {str(value)[:MAX_SHOWN]}, and must be "
                               f"{NEEDED[name]}.")

@@ -1,7 +1,8 @@
 """Check of a graph before the page converts it: the messages with which a run on the workers would reject it.
 
-Messages come from the functions that reject a run. Files are read by their headers. A node of ComfyUI's own that only
-patches the MODEL is executed on a model without weights, whose patches are then checked as those of a run are.
+Messages come from the functions that reject a run. Files are read by their headers, but upscale models are
+loaded. A node of ComfyUI's own that only patches the MODEL is executed on a model without weights, whose patches are
+then checked as those of a run are.
 """
 
 import collections
@@ -13,6 +14,7 @@ import folder_paths
 from ....xdit_backend.protocol.errors import XDiTError
 from ..model.model_check import CheckedModel, message_of, refusal_of_input, refusal_of_node
 from ..model.model_paths import FOLDERS, model_names, path_of
+from .upscaler_check import refused_upscaler
 from .vae_check import PIXELS, VAE_FOLDERS, refused_vae
 
 ANY = "*", "COMFY_MATCHTYPE_V3"            # types of outputs that pass on an input
@@ -24,6 +26,7 @@ OTHER_MODELS = {"RTDETR_detect": "RT-DETR", "SAM3_Detect": "SAM 3", "SAM3_VideoT
                 "SDPoseKeypointExtractor": "SDPose"}
 COPIES = ("TrainLoraNode",)                # nodes that copy the model
 AR_VIDEO = "SamplerARVideo"
+UPSCALER_LOADER, UPSCALER_FOLDER = "UpscaleModelLoader", "upscale_models"
 
 
 def check_graph(prompt, classes, models=()):
@@ -31,15 +34,15 @@ def check_graph(prompt, classes, models=()):
 
     prompt: {id: {"class_type": str, "inputs": dict}}, ComfyUI's API format. classes: ComfyUI's NODE_CLASS_MAPPINGS.
     models: further model files, of loaders whose output is another type than MODEL (raylight's).
-    Result: "models" and "vaes": {file: reason
-    for which Load xDiT Model or the distributed VAE nodes would reject it}. "absent": files of these that are not on
+    Result: "models", "vaes" and "upscalers": {file: reason for which Load xDiT Model, the distributed VAE nodes or
+    Distributed Upscale Image would reject it}. "absent": files of these that are not on
     this machine, and so were not read. "missing": other models that are not, so that ComfyUI would reject the graph.
     "nodes": {id: {"verdict", "by", "reason"}}; verdict "refused": a loader whose model cannot run on the
     workers because of the node `by`, for this reason; "no_effect": a node that changes nothing of the MODEL it gets;
     "unchanged": one that works on the workers' MODEL.
     """
     graph = Graph(prompt, classes)
-    found = {"models": {}, "vaes": {}, "absent": [], "missing": graph.missing_files(), "nodes": {}}
+    found = {"models": {}, "vaes": {}, "upscalers": {}, "absent": [], "missing": graph.missing_files(), "nodes": {}}
     for loader in graph.loaders("MODEL"):
         name = graph.file_of(loader)
         model, reason = _opened(graph.path_of(name), graph.values(loader).get("weight_dtype", "default"))
@@ -65,6 +68,15 @@ def check_graph(prompt, classes, models=()):
         if reason:
             found["vaes"][name] = reason
         found["absent"] += [name] if path is None and not reason else []
+    for loader in graph.loaders("UPSCALE_MODEL"):
+        name = graph.file_of(loader)
+        if graph.class_type(loader) != UPSCALER_LOADER or name is None:
+            continue
+        is_here = folder_paths.get_full_path(UPSCALER_FOLDER, name) is not None
+        reason = refused_upscaler(graph.class_of(loader), name) if is_here else None
+        if reason:
+            found["upscalers"][name] = reason
+        found["absent"] += [] if is_here else [name]
     found["absent"] = list(dict.fromkeys(filter(None, found["absent"])))
     found["missing"] = [name for name in found["missing"] if name not in found["absent"]]
     return found

@@ -87,7 +87,7 @@ def _transformed(done, how, half, config, tensor, shape, scale):
     try:
         num_ranks, first_rank = half.make_ready(tensor.shape, scale, functools.partial(_machine, client, half, config))
         started_s = time.perf_counter()
-        GROUPS.runs.vae(client.devices)
+        GROUPS.runs.begin_alone(client.devices)
         result = how(half, tensor, shape, num_ranks=num_ranks, first_rank=first_rank)
     except BaseException as error:
         show_text(GROUPS.runs.describe_interruption(error))                 # replaces the progress

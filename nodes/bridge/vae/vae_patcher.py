@@ -1,20 +1,13 @@
-"""VAE patcher: presents the encoder or decoder of a VAE on the workers to ComfyUI's memory manager.
-
-The weights stay in the VAE object, and are sent when the workers lack them.
-"""
+"""VAE patcher: presents the encoder or decoder of a VAE on the workers to ComfyUI's memory manager."""
 
 import dataclasses
-import uuid
 import weakref
-
-import torch
 
 import comfy.model_management
 
 from ....xdit_backend.planner.vae_cost import choose_ranks
 from ....xdit_backend.protocol.shared_memory import dtype_name
-from ..workers.vram_accounting import RemotePatcher, load_device_of
-from ..workers.worker_groups import GROUPS
+from ..workers.remote_module import RemoteModule
 
 CACHE = weakref.WeakKeyDictionary()        # first-stage model -> {(prefixes of its tensors' names, devices): VaeHalf}
 
@@ -29,22 +22,16 @@ def half_of(vae, prefixes, settings, client):
     return half
 
 
-class VaeHalf:
-    """Decoder or encoder of a VAE on the workers of a group. Implements what RemotePatcher calls."""
+class VaeHalf(RemoteModule):
+    """Decoder or encoder of a VAE on the workers of a group."""
 
     def __init__(self, vae, prefixes, settings, client):
-        self.name = f"vae-{uuid.uuid4().hex[:8]}"
-        self.dtype, self.settings, self.client = dtype_name(vae.vae_dtype), settings, client
+        self.dtype, self.settings, self._prefixes = dtype_name(vae.vae_dtype), settings, prefixes
         self.from_host = False                                 # whether weights are streamed from system RAM by layer
-        self._model, self._prefixes = weakref.ref(vae.first_stage_model), prefixes
-        meta_vae = MetaTensors(self, vae.vae_dtype)
-        self._num_bytes = sum(tensor.nbytes for tensor in meta_vae.buffers())
-        self._patcher = RemotePatcher(meta_vae, load_device_of(client.devices),
-                                      comfy.model_management.unet_offload_device())
+        super().__init__("vae", vae.first_stage_model, client, vae.vae_dtype)
 
     def weights(self):
-        """Return the tensors on the VAE object's device."""
-        return {key: tensor for key, tensor in self._model().state_dict().items() if key.startswith(self._prefixes)}
+        return {key: tensor for key, tensor in super().weights().items() if key.startswith(self._prefixes)}
 
     def make_ready(self, shape, scale, machine_for=lambda work: None):
         """Load this half on the workers, and have ComfyUI free memory for it and for the minimum of its activations.
@@ -54,11 +41,11 @@ class VaeHalf:
         the half must be loaded first. machine_for(Work of all items): Machine for estimating whether fewer workers, if
         they have the memory, are as fast as all; None: use all.
         """
-        comfy.model_management.load_models_gpu([self._patcher])
+        comfy.model_management.load_models_gpu([self.patcher])
         count, first = self._choose_ranks(shape, scale, machine_for)
-        sharing = self.client.devices[first:first + count].count(str(self._patcher.load_device))
+        sharing = self.client.devices[first:first + count].count(str(self.patcher.load_device))
         needed_bytes = self.client.autoencoders.estimate(self.name, shape, scale, count)
-        comfy.model_management.load_models_gpu([self._patcher], memory_required=needed_bytes * sharing)
+        comfy.model_management.load_models_gpu([self.patcher], memory_required=needed_bytes * sharing)
         self._update_offload(needed_bytes, count, first)
         return count, first
 
@@ -84,47 +71,9 @@ class VaeHalf:
                      or fits_unblocked(self.name, shape, scale, *choice)),
                     (most, 0))
 
-    def _num_workers(self, device):
-        return self.client.devices.count(str(device))
-
     # --- called by vram_accounting.py ---
 
     def load(self, meta_vae):
-        GROUPS.hold(self.client, self.name, self._model())
+        self.hold()
         self.from_host = self._num_bytes > self.client.autoencoders.free_bytes(len(self.client.devices))
         self.client.autoencoders.load(self)
-
-    @property
-    def is_loaded(self):
-        return self.client.holds(self.name)
-
-    def bytes_on(self, device):
-        return self._num_bytes * self._num_workers(device)
-
-    def loaded_on(self, device):
-        return self.bytes_on(device) if self.is_loaded else 0
-
-    def free(self, device, num_bytes):
-        freed = self.loaded_on(device)
-        self.unload()                                          # the VAE object has the weights in system RAM
-        return freed
-
-    def unload(self):
-        self.client.drop(self.name)
-
-    def end_run(self):
-        pass
-
-
-class MetaTensors(torch.nn.Module):
-    """Tensors without data that show the memory manager a half's size."""
-
-    def __init__(self, half, dtype):
-        super().__init__()
-        # weak, so that the half and ComfyUI's entry for it end with the VAE
-        self.remote = weakref.proxy(half)
-        for index, tensor in enumerate(half.weights().values()):
-            self.register_buffer(f"tensor{index}", torch.empty(tensor.shape, dtype=dtype, device="meta"))
-
-    def _apply(self, function, recurse=True):
-        return self                                            # .to(device) of meta tensors would raise an error

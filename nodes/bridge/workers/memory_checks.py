@@ -13,6 +13,7 @@ from ....xdit_backend.partition import ranks_by_part
 from ....xdit_backend.planner.descriptions import describe_disk, describe_weights
 from ....xdit_backend.planner.memory_fit import (
     OF_A_VAE,
+    OF_AN_UPSCALER,
     OF_WEIGHTS,
     SMALLEST_JOB,
     DeviceMemory,
@@ -228,7 +229,8 @@ class MemoryCheck:
         try:
             yield
         except WorkerOutOfMemoryError as error:
-            would = self._after(error) if error.facts and error.command not in OF_A_VAE else []
+            is_of_model = error.command not in (*OF_A_VAE, *OF_AN_UPSCALER)
+            would = self._after(error) if error.facts and is_of_model else []
             if not would:
                 raise
             text = f"Use {'; or '.join(would)}. {error.facts}"

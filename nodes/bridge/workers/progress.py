@@ -20,7 +20,7 @@ SLOW = GB / 20                             # bytes/s; a lower rate is not shown
 
 @dataclass
 class Run:
-    """One sampling run and the decodes and encodes after it. Times are time.perf_counter's."""
+    """One sampling run and the decodes, encodes and upscalings after it. Times are time.perf_counter's."""
 
     number: int
     file: str
@@ -127,8 +127,8 @@ class Runs:
         self.phase = {}                                        # the phases before the first step are over
         return run.count(step)
 
-    def vae(self, devices):
-        """Begin a decode or encode. It belongs to the last run; if there is none, it becomes a run itself."""
+    def begin_alone(self, devices):
+        """Begin a decode, encode or upscaling. It belongs to the last run; if there is none, it becomes a run."""
         if self.last is None:
             self._number += 1
             now = time.perf_counter()

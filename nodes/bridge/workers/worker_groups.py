@@ -215,12 +215,12 @@ class Groups:
         return machine
 
     def give_back(self, clients=None):
-        """Offload all weights to system RAM and drop VAEs on every device of these groups, or of all. The next use
-        loads them again."""
+        """Offload all weights to system RAM, and drop VAEs and upscale models, on every device of these groups, or of
+        all. The next use loads them again."""
         for client in self.clients if clients is None else clients:
             for name in client.models.names:
                 client.models.park(name, parking_bytes())
-            for name in client.autoencoders.names:
+            for name in (*client.autoencoders.names, *client.upscalers.names):
                 client.drop(name)
             client.give_back()
 

@@ -129,6 +129,8 @@ def test_a_value_in_the_place_of_a_link_is_refused_by_name(comfyui, model, value
              (comfyui.load_model, {"model_name": comfyui.file("sd3"), "weight_dtype": "default"},
               ("parallel", *TEXTS[:2])),
              (classes["XDiTClassLabel"], {"model": model, "label": "207"}, ("model", "label")),
+             (classes["XDiTUpscaleImage"], {"image": torch.zeros(1, 8, 8, 3), "upscale_model": object()},
+              ("image", "upscale_model", "parallel")),
              (classes["XDiTDemoPrompt"], {}, ("text",)), (classes["XDiTLoadClipVae"], {}, ("ckpt_name",))]
     for node, given, links in nodes:
         for name in links:

@@ -46,6 +46,10 @@ CORE = {
     "XDiTLoadClipVae": definition(["CLIP", "VAE"], "Load CLIP and VAE", ckpt_name=combo([])),
     "XDiTVAEDecode": definition(["IMAGE"], "Distributed VAE Decode", {"parallel": ["XDIT_PARALLEL", {}]},
                                 samples=["LATENT", {}], vae=["VAE", {}]),
+    "UpscaleModelLoader": definition(["UPSCALE_MODEL"], model_name=combo([])),
+    "ImageUpscaleWithModel": definition(["IMAGE"], upscale_model=["UPSCALE_MODEL", {}], image=["IMAGE", {}]),
+    "XDiTUpscaleImage": definition(["IMAGE"], "Distributed Upscale Image", {"parallel": ["XDIT_PARALLEL", {}]},
+                                   upscale_model=["UPSCALE_MODEL", {}], image=["IMAGE", {}]),
     "XDiTParallelConfig": definition(
         ["XDIT_PARALLEL"], "xDiT Parallel Config", {
             "stage_blocks": TEXT, "warmup": combo(["auto"], default="auto"), "offload_keys_values": TOGGLE,

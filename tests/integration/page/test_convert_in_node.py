@@ -138,6 +138,7 @@ def test_our_own_templates_turn_into_stock_workflows(node, modules):
     results = json.loads(done.stdout)
     inputs = {"KSampler": {"model", "positive", "negative", "latent_image", "seed", "steps", "cfg", "sampler_name",
                            "scheduler", "denoise"}, "VAEDecode": {"samples", "vae"}, "VAEEncode": {"pixels", "vae"},
+              "ImageUpscaleWithModel": {"upscale_model", "image"},
               "UNETLoader": {"unet_name", "weight_dtype"}, "CheckpointLoaderSimple": {"ckpt_name"}}
 
     assert len(results) > 20
@@ -149,7 +150,8 @@ def test_our_own_templates_turn_into_stock_workflows(node, modules):
         for one in nodes:
             assert {slot["name"] for slot in one["inputs"]} == inputs.get(
                 one["type"], {slot["name"] for slot in one["inputs"]}), (name, one["type"])
-        assert entry["back"] >= 2, name
+        # nodes that are converted again
+        assert entry["back"] >= (1 if name.startswith("Upscale") else 2), name
 
 
 @pytest.mark.parametrize("locale", ["en", "zh", "fr"])

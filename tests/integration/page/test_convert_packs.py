@@ -507,6 +507,41 @@ def test_a_node_that_grows_moves_off_its_neighbour_and_comes_back(convert):
     assert [each["pos"] for each in moved["nodes"] if each["id"] == decode["id"]] == [[5000, 5000]]
 
 
+def upscaling(reroute=False):
+    """A workflow that only upscales, with a link of the upscale model through a reroute."""
+    nodes = [node(1, "UpscaleModelLoader", ["esrgan.pth"], [("model_name", "COMBO", "widget")],
+                  [("UPSCALE_MODEL", "UPSCALE_MODEL")]),
+             node(2, "LoadImage", ["example.png", "image"], [], [("IMAGE", "IMAGE"), ("MASK", "MASK")]),
+             node(3, "ImageUpscaleWithModel", [], [("upscale_model", "UPSCALE_MODEL"), ("image", "IMAGE")],
+                  [("IMAGE", "IMAGE")]),
+             node(4, "SaveImage", ["upscaled"], [("images", "IMAGE")], [])]
+    if reroute:
+        nodes.append(node(5, "Reroute", [], [("", "*")], [("", "UPSCALE_MODEL")]))
+    through = [(1, 0, 5, ""), (5, 0, 3, "upscale_model")] if reroute else [(1, 0, 3, "upscale_model")]
+    return workflow(*nodes, links=[*through, (2, 0, 3, "image"), (3, 0, 4, "images")])
+
+
+@pytest.mark.parametrize("reroute", [False, True])
+def test_a_workflow_that_only_upscales_converts_there_and_back(convert, reroute):
+    given = upscaling(reroute)
+
+    result = convert(given)
+
+    [one] = nodes_of(result, "XDiTUpscaleImage")
+    assert result["changed"] == 1 and not result["left"] and not nodes_of(result, "ImageUpscaleWithModel")
+    assert origins(result["workflow"], one["id"]) == origins(given, 3)
+    assert same_bytes(result["back"]["workflow"], given) and result["back"]["changed"] == 1
+
+
+@pytest.mark.parametrize("reroute", [False, True])
+def test_an_upscale_model_that_the_workers_reject_leaves_its_node(convert, reroute):
+    result = convert(upscaling(reroute), refusals={"upscalers": {"esrgan.pth": "It is no image model."}})
+
+    assert named(result) == {("ImageUpscaleWithModel", "file")} and result["changed"] == 0
+    assert result["left"][0]["text"] == "It is no image model."
+    assert same_bytes(result["workflow"], upscaling(reroute))
+
+
 def test_each_node_has_one_outcome(convert):
     given = raylight(extra=[node(20, "VAEDecodeTiled", [], [], []), node(21, "VAEDecode", [], [], []),
                             node(22, "KSampler", [], [("model", "MODEL")], [])])

@@ -17,10 +17,10 @@ from tests.support.tiers import by_default
 PAGE_ONLY = {"upload"}                     # LoadImage's button
 NAMES = [path.stem for path in template_paths()]
 TITLE, WORDS = 30, 70                      # pixels of a node's title, and of two lines under its widgets
-SAY = {"XDiTParallelSampler", "XDiTVAEDecode", "XDiTVAEEncode", "KSamplerAdvanced", "SamplerCustom",
-       "SamplerCustomAdvanced"}
+SAY = {"XDiTParallelSampler", "XDiTVAEDecode", "XDiTVAEEncode", "XDiTUpscaleImage", "KSamplerAdvanced",
+       "SamplerCustom", "SamplerCustomAdvanced"}
 NODE_IDS = ["XDiTLoadModel", "XDiTParallelConfig", "XDiTParallelSampler", "XDiTVAEDecode", "XDiTVAEEncode",
-            "XDiTLoadClipVae", "XDiTDemoPrompt"]
+            "XDiTUpscaleImage", "XDiTLoadClipVae", "XDiTDemoPrompt"]
 
 # What the page made of a graph: nodes, links with both ends' types, and widget values in the order of the file.
 READ_GRAPH = """() => ({

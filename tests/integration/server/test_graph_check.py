@@ -5,8 +5,10 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.support.comfyui_server import ROOT, run_async
+from tests.support.upscale_models import esrgan
 from xdit_backend.models import FAMILIES
 
 KINDS = "sd15", "sd3", "flux", "wan", "sdxl", "flux2-klein", "lumina-2", "qwen-image", "ltx-video"
@@ -225,3 +227,46 @@ def test_nodes_that_pass_on_any_type_are_followed_once_each(comfyui, shape):
 
     assert graph.loaders("MODEL") == ["loader"]
     assert len(graph.users("loader")) == 4001 and graph.users("loader")[-1] == "sampler"
+
+
+def upscaling(name, loader="UpscaleModelLoader"):
+    return {"loader": {"class_type": loader, "inputs": {"model_name": name}},
+            "image": {"class_type": "LoadImage", "inputs": {"image": "example.png"}},
+            "upscale": {"class_type": "ImageUpscaleWithModel", "inputs": {"upscale_model": ["loader", 0],
+                                                                          "image": ["image", 0]}}}
+
+
+@pytest.fixture
+def upscale_models(comfyui, tmp_path):
+    comfyui.folder_paths.add_model_folder_path("upscale_models", str(tmp_path))
+    torch.save(esrgan(), tmp_path / "esrgan.pth")
+    torch.save({"params": {"weight": torch.zeros(1)}}, tmp_path / "other.pth")
+    yield tmp_path
+    comfyui.folder_paths.folder_names_and_paths["upscale_models"][0].remove(str(tmp_path))
+    comfyui.folder_paths.filename_list_cache.pop("upscale_models", None)
+
+
+def test_upscale_models_that_load_are_let_through_and_absent_ones_named(comfyui, module, upscale_models):
+    """A file of another kind too: ComfyUI's own loader rejects it."""
+    for name, absent in (("esrgan.pth", []), ("other.pth", []), ("absent.pth", ["absent.pth"])):
+        found = module.check_graph(upscaling(name))
+
+        assert found["upscalers"] == {} and [one for one in found["absent"] if one != "example.png"] == absent
+
+
+def test_an_upscale_model_has_the_message_of_the_run(comfyui, module, upscale_models, monkeypatch):
+    """As with a loader that patches what it loads."""
+    loader = comfyui.nodes.NODE_CLASS_MAPPINGS["UpscaleModelLoader"]
+    load = loader.execute
+
+    def patched(name):
+        result = load(name)
+        result.args[0].model.register_forward_hook(lambda *_: None)
+        return result
+    monkeypatch.setattr(loader, "execute", patched)
+    found = module.check_graph(upscaling("esrgan.pth"))
+    with pytest.raises(comfyui.errors.UnsupportedError) as rejected:
+        comfyui.nodes.NODE_CLASS_MAPPINGS["XDiTUpscaleImage"].execute(
+            patched("esrgan.pth").args[0], torch.zeros(1, 8, 8, 3), comfyui.config("cpu"))
+
+    assert found["upscalers"] == {"esrgan.pth": str(rejected.value)}

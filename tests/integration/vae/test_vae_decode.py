@@ -311,7 +311,7 @@ def test_what_comfyui_lists_of_a_vae_ends_with_it(comfyui):
     try:
         vae = comfyui.nodes.VAELoader().load_vae(comfyui.file("vae-flux", "vae"))[0]
         comfyui.vae_decode.execute({"samples": latents("vae-flux", 1, 4, 4)}, vae, comfyui.config("cpu,cpu"))
-        listed = [weakref.ref(half._patcher) for half in cache[vae.first_stage_model].values()]
+        listed = [weakref.ref(half.patcher) for half in cache[vae.first_stage_model].values()]
         assert any(loaded.model is listed[0]() for loaded in comfyui.management.current_loaded_models)
         del vae
 

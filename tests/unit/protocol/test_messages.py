@@ -44,7 +44,8 @@ WRONG = {                                                      # type of a value
     list: ["abc", 1, True, None, {}, ["abc", [1]]],
     dict: ["abc", 1, True, None, [], {"abc": {}}],
     type(None): ["abc", 1, True, [], {"abc": {}}]}
-FREE_NAMES = ("tensors", "weights", "settings", "numbers", "changes")    # fields whose keys are names, any names
+# fields whose keys are names, any names
+FREE_NAMES = ("tensors", "weights", "settings", "facts", "numbers", "changes")
 OPTIONAL = ("patch", "stages", "whole", "offset")
 
 

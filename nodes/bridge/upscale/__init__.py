@@ -1,0 +1,1 @@
+"""Upscale models on the workers."""
