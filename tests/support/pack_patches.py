@@ -1,6 +1,6 @@
 """Patches of the shapes that popular packs put on a MODEL, with the files and names by which they are known:
 feed-forward layers in chunks, attention to the text guided away from a second text, perturbed or blurred
-self-attention, and a lowered frequency of the positions.
+self-attention, self-attention multiplied by what frames see of each other, and a lowered frequency of the positions.
 """
 
 import math
@@ -58,6 +58,45 @@ class WanCrossAttentionPatch:
             out = torch.cat([self.nag_alpha * far + (1 - self.nag_alpha) * positive, out[count:]])
             return module.o({result} + of_image)
         return types.MethodType(wrapped_attention, module)
+"""
+# an object with the settings by which it is known
+ENHANCE = """
+import types
+
+import torch
+from comfy.ldm.flux.math import apply_rope1
+from comfy.ldm.lightricks.model import apply_rotary_emb
+from comfy.ldm.modules.attention import optimized_attention
+
+
+class Louder:
+    def __init__(self, num_frames, enhance_weight):
+        self.num_frames, self.enhance_weight = num_frames, enhance_weight
+
+    def factor(self, q, k, heads):
+        q, k = (each.unflatten(2, (heads, -1)).unflatten(1, (self.num_frames, -1)).transpose(1, 2) for each in (q, k))
+        seen = torch.einsum("bsfnc,bsgnc->bsnfg", q, k).div(q.shape[-1] ** 0.5).softmax(-1)
+        count = self.num_frames
+        of_others = (1 - torch.diagonal(seen, dim1=-2, dim2=-1)).mean() / (count - 1)
+        return torch.clamp({factor}, min=1)
+
+    def of_wan(self, module):
+        def forward(module, x, freqs, transformer_options={{}}):
+            heads, size = module.num_heads, module.head_dim
+            q, k = (apply_rope1(norm(linear(x)).unflatten(2, (heads, size)), freqs).flatten(2)
+                    for norm, linear in ((module.norm_q, module.q), (module.norm_k, module.k)))
+            out = optimized_attention(q, k, module.v(x), heads=heads, transformer_options=transformer_options)
+            return {result} * self.factor(q, k, heads)
+        return types.MethodType(forward, module)
+
+    def of_ltx(self, module):
+        def forward(module, x, context=None, mask=None, pe=None, k_pe=None, transformer_options={{}}):
+            q, k = module.q_norm(module.to_q(x)), module.k_norm(module.to_k(x))
+            if pe is not None:
+                q, k = apply_rotary_emb(q, pe), apply_rotary_emb(k, pe)
+            out = optimized_attention(q, k, module.to_v(x), module.heads, transformer_options=transformer_options)
+            return module.to_out(out) * self.factor(q, k, module.heads)
+        return types.MethodType(forward, module)
 """
 SELF_ATTENTION = """
 import math
@@ -149,6 +188,21 @@ def guided(model, conditioning, scale=11.0, alpha=0.25, tau=2.5, input_type="def
             module = block.cross_attn
             model.add_object_patch(f"diffusion_model.blocks.{index}.cross_attn.forward",
                                    patch(text, scale, alpha, tau, hasattr(module, "k_img"), input_type).__get__(module))
+    return model
+
+
+def enhanced(model, frames=3, weight=4.0, factor="of_others * (count + self.enhance_weight)", result="module.o(out)",
+             num_blocks=None):
+    """The MODEL with self-attention multiplied by a factor, as Enhance-A-Video does. factor, result: source of what is
+    computed. num_blocks: of the first blocks alone; None: all."""
+    model = model.clone()
+    inside = model.get_model_object("diffusion_model")
+    louder = _written(ENHANCE.format(factor=factor, result=result), "a_pack.py")["Louder"]
+    blocks, name, bound = (("blocks", "self_attn", "of_wan") if hasattr(inside, "blocks")
+                           else ("transformer_blocks", "attn1", "of_ltx"))
+    for index, block in enumerate(getattr(inside, blocks)[:num_blocks]):
+        model.add_object_patch(f"diffusion_model.{blocks}.{index}.{name}.forward",
+                               getattr(louder(frames, weight), bound)(getattr(block, name)))
     return model
 
 

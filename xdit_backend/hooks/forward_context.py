@@ -113,7 +113,8 @@ class ForwardContext:
         patches = self.patches
         return (self.mesh.sequence_degree > 1 or self.key_values is not None or bool(self.state.masks)
                 or bool(patches.guided) or bool(patches.biases) or self.references is not None
-                or "values" in patches.operations.values() or self.options.sparse is not None
+                or any(operation != "skip" for operation in patches.operations.values())
+                or self.options.sparse is not None
                 or any(network.has_two_speakers for _, network in patches.networks))
 
     @property

@@ -20,7 +20,7 @@ class Call:
     # ControlNet residuals by insertion point: Family.control_shapes
     control: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    operations: dict[str, str] = field(default_factory=dict)               # replaced blocks: specs.Branch
+    operations: dict = field(default_factory=dict)         # replaced blocks: specs.Branch
     scores: torch.Tensor | None = None     # output: specs.Branch
     guided: tuple[specs.Nag, ...] = ()     # guidance inside self-attention: specs.Branch
     free_u: tuple[specs.FreeU | specs.Shrink, ...] = ()                    # of a U-Net: specs.Branch
@@ -45,6 +45,11 @@ class Call:
     def is_changed(self):
         """Whether this call patches the model, so that nothing of it may be cached for other calls."""
         return bool(self.operations or self.guided)
+
+    @property
+    def compares_images(self):
+        """Whether layers compare or average the images of this call, which must then stay in one batch."""
+        return bool(self.guided) or any(isinstance(each, specs.Enhance) for each in self.operations.values())
 
     def control_by(self, make):
         """Apply `make` to the tensors of `control`, once per distinct tensor; returns {insertion point: result}."""

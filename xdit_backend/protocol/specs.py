@@ -292,6 +292,15 @@ class Blur:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Enhance:
+    """Enhance-A-Video: the output of a block's self-attention is multiplied by a factor (hooks/enhance_video.py).
+    frames: of the latent, at least 2."""
+
+    frames: Natural
+    weight: float
+
+
+@dataclass(frozen=True, config=STRICT)
 class NetworkUse:
     """Insertion point of an injected network, whose output times strength is added to: the image tokens after each
     block ("blocks"), the inputs of layers of blocks ("layers", the LLLite targets ModelPlan.led), the inputs of the key
@@ -328,8 +337,9 @@ class Branch:
     # ControlNet residuals, see Family.control_shapes in models/common
     control: ByName[str, Segment] = dataclasses.field(default_factory=dict)
     # block, named as in ComfyUI's patches -> skip the block; return the values from its self-attention, whatever the
-    # queries; or also write `scores`; or blur the queries
-    operations: ByName[str, Literal["skip", "values", "scores"] | Blur] = dataclasses.field(default_factory=dict)
+    # queries; or also write `scores`; or blur the queries. Enhance: by the path of the block in ComfyUI's model
+    operations: ByName[str, Literal["skip", "values", "scores"] | Blur | Enhance] = dataclasses.field(
+        default_factory=dict)
     # (ranks of the displaced axis, B, keys), if an operation is "scores": attention weights that each key receives,
     # mean over heads, summed over each rank's queries
     scores: Segment | None = dataclasses.field(default=None, metadata=RESULT)
