@@ -1,6 +1,7 @@
 """Patches of the shapes that popular packs put on a MODEL, with the files and names by which they are known:
 feed-forward layers in chunks, attention to the text guided away from a second text, perturbed or blurred
-self-attention, self-attention multiplied by what frames see of each other, and a lowered frequency of the positions.
+self-attention, self-attention multiplied by what frames see of each other, blocks that get their tokens in a random
+order, and a lowered frequency of the positions.
 """
 
 import math
@@ -203,6 +204,43 @@ def enhanced(model, frames=3, weight=4.0, factor="of_others * (count + self.enha
     for index, block in enumerate(getattr(inside, blocks)[:num_blocks]):
         model.add_object_patch(f"diffusion_model.{blocks}.{index}.{name}.forward",
                                getattr(louder(frames, weight), bound)(getattr(block, name)))
+    return model
+
+
+# a function that closes over the module's own forward
+SHUFFLE = """
+import torch
+
+
+def shuffling(forward):
+    @torch.no_grad()
+    def shuffled(x, context=None, transformer_options={{}}):
+        if transformer_options.get("a_pack_shuffles"):
+            order = torch.randperm(x.shape[1], device=x.device)
+            x = {tokens}
+        return forward(x, context=context, transformer_options=transformer_options)
+    return shuffled
+"""
+
+
+def shuffled(model, blocks=None, tokens="x[:, order]"):
+    """The MODEL with a third prediction in each step, for which blocks get their tokens in a random order. blocks:
+    beginnings of their paths; None: all. tokens: source of what a block gets then."""
+    import comfy.samplers
+    from comfy.ldm.modules.attention import BasicTransformerBlock
+    shuffling = _written(SHUFFLE.format(tokens=tokens), "a_pack.py")["shuffling"]
+    model = model.clone()
+    for name, module in model.get_model_object("diffusion_model").named_modules():
+        if isinstance(module, BasicTransformerBlock) and (blocks is None or name.startswith(blocks)):
+            model.add_object_patch(f"diffusion_model.{name}.forward", shuffling(module.forward))
+
+    def after(given):
+        options = given["model_options"] | {"transformer_options": {
+            **given["model_options"]["transformer_options"], "a_pack_shuffles": True}}
+        third, = comfy.samplers.calc_cond_batch(given["model"], [given["cond"]], given["input"], given["sigma"],
+                                                options)
+        return given["denoised"] + 3.0 * (given["cond_denoised"] - third)
+    model.set_model_sampler_post_cfg_function(after)
     return model
 
 

@@ -43,6 +43,7 @@ class ModelPatches:
     tiles: dict = field(default_factory=dict)          # specs.Branch.tiles of its self-attentions
     networks: tuple = ()                   # (specs.NetworkUse, injected_networks.Network), applied in order
     scores: Any = None                     # output: specs.Branch.scores of these images
+    shuffled: dict = field(default_factory=dict)       # specs.Branch.shuffled, on the device
     # by insertion point (Family.control_shapes): residuals for this rank
     control: PinnedAhead = field(default_factory=lambda: PinnedAhead({}, CPU))
     biases: dict = field(default_factory=dict)         # attention -> Family.biases of this forward's image

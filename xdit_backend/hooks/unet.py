@@ -66,6 +66,9 @@ class UNetHooks(ModelHooks):
                 module.forward = self._hook_norm(module, module.forward, name, level, inner)
             elif name in attentions:
                 self._hook_attention(module, level, (index, inner, name), attentions[name])
+        for path, (name, _) in self._text_attentions.items():
+            block = model.get_submodule(path.rpartition(".")[0])
+            block.forward = self._hook_shuffled(block.forward, name)
         joins = FunctionOverrides(torch=torch_with(cat=self._join))
         for block in model.up_blocks:
             joins.install(block)
@@ -139,7 +142,7 @@ class UNetHooks(ModelHooks):
                 return forward(*args, **kwargs)
             with context.traffic.at_block(path):
                 patches = context.patches
-                is_eager = (patches.operations or patches.guided or patches.free_u or patches.tiles
+                is_eager = (patches.operations or patches.guided or patches.free_u or patches.tiles or patches.shuffled
                             or any(use.where != "text" for use, _ in patches.networks))
                 if not context.options.compile_backend or is_eager:
                     return forward(*args, **kwargs)
@@ -207,6 +210,16 @@ class UNetHooks(ModelHooks):
             for nag in context.patches.guided:
                 apply_nag(output, nag, -1)
             return output
+        return hooked
+
+    def _hook_shuffled(self, forward, name):
+        """Run a transformer block on its tokens in the order of Branch.shuffled. name: of the block, "input.4.0"."""
+        @functools.wraps(forward)
+        def hooked(hidden_states, *args, **kwargs):
+            if not torch.compiler.is_compiling() and self._context is not None:
+                order = self._context.patches.shuffled.get(name)
+                hidden_states = hidden_states if order is None else hidden_states[:, order]
+            return forward(hidden_states, *args, **kwargs)
         return hooked
 
     def _hook_text_attention(self, forward, name, inner):

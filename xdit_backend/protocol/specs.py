@@ -354,3 +354,5 @@ class Branch:
     cached: CachedReferences | None = None
     # predictions of further components of the latent, float32
     parts: ByName[str, Segment] = dataclasses.field(default_factory=dict, metadata=RESULT)
+    # transformer block of a U-Net, "input.4.0" -> order in which it gets its tokens, (T,) int64
+    shuffled: ByName[str, Segment] = dataclasses.field(default_factory=dict)

@@ -15,10 +15,11 @@ import types
 import torch
 import torch.nn.functional as F
 
-from . import enhance_video
+from . import enhance_video, token_shuffle
 from .unet_patches import cell
 
-OWN, SAME, GUIDE, ENHANCE = "own", "same", "guide", "enhance"    # operations: see ForwardPatches
+# operations: see ForwardPatches
+OWN, SAME, GUIDE, ENHANCE, SHUFFLE = "own", "same", "guide", "enhance", "shuffle"
 KNOWN = {("model_optimization_nodes.py", "WanCrossAttentionPatch.__get__.<locals>.wrapped_attention"): GUIDE}
 EMBEDDERS = "rope_embedder", "pe_embedder" # rotary embeddings of ComfyUI's Wan and HunyuanVideo
 RIFLEX = "nodes.py", "EmbedND_RifleX.forward"
@@ -37,7 +38,8 @@ class ForwardPatches:
     def operation(self, module, function):
         """Return the operation of a function in place of a module's forward: OWN, if it is that, which ComfyUI sets as
         an attribute when it removes a patch; SAME, if it computes what that does; GUIDE, if it guides attention to the
-        text (see text_guide); ENHANCE, if it multiplies that (see enhance_video.py); None, if it is not known."""
+        text (see text_guide); ENHANCE, if it multiplies that (see enhance_video.py); SHUFFLE, if it
+        may shuffle its tokens before that (see token_shuffle.py); None, if it is not known."""
         if id(function) not in self._known:
             self._known[id(function)] = function, _operation(module, function)
         return self._known[id(function)][1]
@@ -96,6 +98,11 @@ class ForwardPatches:
         return {path: enhance_video.settings_of(function)
                 for path, (operation, function) in self.running(modules).items() if operation == ENHANCE}
 
+    def shuffling(self, modules):
+        """{path: key of an option} of the forwards in place that shuffle tokens, in the order of the modules."""
+        return {path: token_shuffle.option_of(modules[path][0], function)
+                for path, (operation, function) in self.running(modules).items() if operation == SHUFFLE}
+
 
 def text_guide(function):
     """(text (1, T, C), scale, alpha, tau, whether every image of a batch is guided) of an operation GUIDE."""
@@ -105,6 +112,8 @@ def text_guide(function):
 
 
 def _operation(module, function):
+    if isinstance(function, types.FunctionType):
+        return SHUFFLE if _option_of(module, function) is not None else None
     if not isinstance(function, types.MethodType) or function.__self__ is not module:
         return None
     if function.__func__ is type(module).forward:
@@ -118,6 +127,13 @@ def _operation(module, function):
             width = next(each.in_features for each in module.modules() if hasattr(each, "in_features"))
             return ENHANCE if enhance_video.enhances(_light(module), width, type(module).forward, function) else None
         return SAME if _is_same(module, function.__func__) else None
+    except Exception:                                          # raised by a node's code for a test's inputs
+        return None
+
+
+def _option_of(module, function):
+    try:
+        return token_shuffle.option_of(module, function)
     except Exception:                                          # raised by a node's code for a test's inputs
         return None
 

@@ -27,6 +27,7 @@ from ..compatibility.model_options import (
     scales_of,
     wrappers_inside,
 )
+from ..compatibility.token_shuffle import orders_of
 from ..compatibility.pipefusion_support import COMPILE, DRAINED, SYNCHRONOUS
 from ..workers.vram_accounting import ask_for_memory
 from ..workers.worker_groups import GROUPS, describe_missing, parking_bytes, show_text
@@ -249,7 +250,9 @@ class RemoteModel:
         conditioning = self.family.tensors({"context": context, **extra, **style_of(*requested, x)})
         enhanced = enhanced_of(*requested[:2], self.forwards.enhanced(self.modules), transformer_options,
                                functools.partial(self.family.token_counts, x.shape, conditioning | call_conditioning))
-        call = Call(x, timestep, conditioning,
+        shuffled = orders_of(*requested[:2], x, self.forwards.shuffling(self.modules), transformer_options,
+                             displaced_degree)
+        call = Call(x, timestep, conditioning, shuffled=shuffled,
                     control=control_residuals(*requested[:2], control, x.shape) | residuals | images,
                     networks=networks,
                     free_u=free_u_of(self.family, transformer_options, control), tiles=tiles_of(*requested, x.shape),
