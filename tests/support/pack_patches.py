@@ -1,7 +1,7 @@
 """Patches of the shapes that popular packs put on a MODEL, with the files and names by which they are known:
 feed-forward layers in chunks, attention to the text guided away from a second text, perturbed or blurred
 self-attention, self-attention multiplied by what frames see of each other, blocks that get their tokens in a random
-order, and a lowered frequency of the positions.
+order, attention to the text of a U-Net that is guided or has sparse weights, and a lowered frequency of the positions.
 """
 
 import math
@@ -160,7 +160,7 @@ def blur(image, sigma):
 
 
 def _written(source, file):
-    names = {"__name__": "a_pack", "blur": blur}
+    names = {"__name__": "a_pack", "blur": blur, "entmax": entmax}
     exec(compile(source, file, "exec"), names)
     return names
 
@@ -241,6 +241,87 @@ def shuffled(model, blocks=None, tokens="x[:, order]"):
                                                 options)
         return given["denoised"] + 3.0 * (given["cond_denoised"] - third)
     model.set_model_sampler_post_cfg_function(after)
+    return model
+
+
+# functions with the variables by which they are known
+OF_TEXT = """
+import torch
+from comfy.ldm.modules.attention import optimized_attention
+
+
+def guide(nag_scale, tau, alpha, sigma_start, sigma_end, k_neg, v_neg, prev_attn2_replace=None):
+    def guided(q, k, v, extra_options):
+        heads, prompts = extra_options["n_heads"], extra_options["cond_or_uncond"]
+        if prev_attn2_replace is None:
+            out = optimized_attention(q, k, v, heads)
+        else:
+            out = prev_attn2_replace(q, k, v, extra_options)
+        if 0 not in prompts or not sigma_end < extra_options["sigmas"][0] <= sigma_start:
+            return out
+        start = len(q) // len(prompts) * prompts.index(0)
+        others, positive, query = out[:start], out[start:], q[start:]
+        against = optimized_attention(query, *(each.expand(len(query), -1, -1) for each in (k_neg, v_neg)), heads)
+        far = positive + nag_scale * (positive - against)
+        ratio = torch.linalg.vector_norm(far, 1, -1, True) / torch.linalg.vector_norm(positive, 1, -1, True)
+        far = far * torch.clamp(tau / ratio, max=1)
+        return torch.cat([others, {result}])
+    return guided
+
+
+def sparse(pladis_scale, sparse_func):
+    def attend(q, k, v, extra_options):
+        heads = extra_options["n_heads"]
+        q, k, v = (each.unflatten(2, (heads, -1)).transpose(1, 2) for each in (q, k, v))
+        logits = torch.einsum("bnqc,bnkc->bnqk", q, k).div(q.shape[-1] ** 0.5)
+        weights = {weights}
+        return (weights @ v).transpose(1, 2).flatten(2)
+    return attend
+"""
+
+
+def entmax(logits, power):
+    """Entmax (power 2) or sparsemax (power 1) of the last dim, by Newton's method from below."""
+    logits = (logits.double() - logits.amax(-1, keepdim=True)) / power
+    threshold = torch.full_like(logits[..., :1], -1.0)
+    for _ in range(60):
+        above = (logits - threshold).clamp_min(0)
+        slope = (above > 0).sum(-1, keepdim=True) if power == 1 else 2 * above.sum(-1, keepdim=True)
+        threshold = threshold + ((above ** power).sum(-1, keepdim=True) - 1) / slope
+    return ((logits - threshold).clamp_min(0) ** power).float()
+
+
+def _text_attentions(model, blocks):
+    """(side, number, index, module) of the attentions to the text of a U-Net. blocks: as of `shuffled`."""
+    for name, module in model.get_model_object("diffusion_model").named_modules():
+        if name.endswith(".attn2") and (blocks is None or name.startswith(blocks)):
+            side, number, *_, index, _ = name.split(".")
+            yield side.split("_")[0], int(number) - (side == "middle_block"), int(index), module
+
+
+def text_guided(model, conditioning, scale=2.0, tau=1.1, alpha=0.5, start=1e9, end=-1.0, blocks=None,
+                result="alpha * far + (1 - alpha) * positive", source=None):
+    """The MODEL with the attention to the text of a U-Net guided away from this conditioning. result: source of the
+    positive prompt's output. source: MODEL whose layers compute keys and values; None: this one."""
+    guide = _written(OF_TEXT.format(result=result, weights="0"), "a_pack.py")["guide"]
+    model = model.clone()
+    for side, number, index, module in [*_text_attentions(source or model, blocks)]:
+        replaced = model.model_options["transformer_options"].get("patches_replace", {}).get("attn2", {})
+        text = conditioning[0][0]
+        model.set_model_attn2_replace(guide(scale, tau, alpha, start, end, module.to_k(text), module.to_v(text),
+                                            replaced.get((side, number, index))), side, number, index)
+    return model
+
+
+def sparsified(model, scale=2.0, kind="entmax", blocks=None,
+               weights="pladis_scale * entmax(logits, sparse_func) + (1 - pladis_scale) * logits.softmax(-1)"):
+    """The MODEL with attention to the text of a U-Net extrapolated towards sparse weights. kind: "entmax" or
+    "sparsemax". weights: source of the attention's weights."""
+    sparse = _written(OF_TEXT.format(result="positive", weights=weights), "a_pack.py")["sparse"](
+        scale, 2 if kind == "entmax" else 1)
+    model = model.clone()
+    for side, number, index, _ in [*_text_attentions(model, blocks)]:
+        model.set_model_attn2_replace(sparse, side, number, index)
     return model
 
 

@@ -54,10 +54,10 @@ def enhances(light, width, own, function):
         generator = torch.Generator().manual_seed(0)
         tokens = deviation * torch.randn(2, FRAMES * POSITIONS, width, generator=generator)
         more = {"transformer_options": {OVERRIDE: attend}}
-        if "freqs" in inspect.signature(own).parameters:       # Wan's positions, as turns of pairs
+        if "freqs" in inspect.signature(own).parameters:       # Wan's positions, as rotations of pairs
             angles = torch.rand(1, FRAMES * POSITIONS, 1, light.head_dim // 2, generator=generator)
-            turns = [angles.cos(), -angles.sin(), angles.sin(), angles.cos()]
-            more["freqs"] = torch.stack(turns, -1).unflatten(-1, (2, 2))
+            rotations = [angles.cos(), -angles.sin(), angles.sin(), angles.cos()]
+            more["freqs"] = torch.stack(rotations, -1).unflatten(-1, (2, 2))
         found = same(light, tokens.clone(), **more)
         expected = own(light, tokens.clone(), **more)
         if not torch.allclose(found, expected * _factor(*attended), atol=TOLERANCE):
@@ -86,20 +86,21 @@ def enhanced_of(family, config, enhanced, transformer_options, count_tokens):
     paths = [path.rpartition(".")[0] for path in enhanced]
     unknown = next((path for path in paths if path not in blocks), None)
     if unknown is not None:
-        raise UnsupportedError(f"Remove {NODE}: for {family.name} xDiT does not support the change of the "
+        raise UnsupportedError(f"Remove Enhance-A-Video: for {family.name} xDiT does not support its change of the "
                                f"attention in {unknown}.")
     counts = count_tokens()
     others = [name for name, count in counts.items()
               if count and name != "image" and any("image" in each and name in each for list_ in family.plan.lists
                                                    for each in list_.attention.values())]
     if others or transformer_options.get("patches", {}).get("attn1_patch"):
-        raise UnsupportedError(f"Remove {NODE}, or the node that adds {', '.join(others) or 'InfiniteTalk'}: "
-                               f"{NODE} processes the frames of the latent only.")
+        raise UnsupportedError("Remove Enhance-A-Video, or the node that adds "
+                               f"{', '.join(others) or 'InfiniteTalk'}: the first processes the frames of the latent "
+                               "only.")
     for frames, _ in enhanced.values():
         if frames < 2:
-            raise ConfigError(f"Remove {NODE}, or connect a latent of more frames to it: it compares frames, and its "
-                              f"latent has {frames}.")
+            raise ConfigError(f"Remove Enhance-A-Video, or connect a latent of more frames to it: it compares frames, "
+                              f"and its latent has {frames}.")
         if counts["image"] % frames:
-            raise ConfigError(f"Connect the latent that the sampler gets to {NODE}: its latent has {frames} frames, "
-                              f"which do not divide the {counts['image']} tokens of this one.")
+            raise ConfigError(f"Connect the latent that the sampler gets to Enhance-A-Video: its latent has {frames} "
+                              f"frames, which do not divide the {counts['image']} tokens of this one.")
     return {path: Enhance(int(frames), float(weight)) for path, (frames, weight) in zip(paths, enhanced.values())}

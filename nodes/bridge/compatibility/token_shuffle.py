@@ -1,8 +1,8 @@
 """Token Perturbation Guidance (Rajabi et al. 2025, arXiv 2506.10036): nodes that replace the forwards of transformer
 blocks of a U-Net by ones that shuffle their tokens in calls with an option.
 
-A function is recognised by what it passes on to the forward that it closes over. The orders of the tokens are drawn here,
-from the generator and in the sequence that ComfyUI's own model would draw them in.
+A function is recognised by what it passes on to the forward that it closes over. The orders of the tokens are
+sampled here, from the same generator and in the same sequence as by ComfyUI's own model.
 """
 
 import inspect
@@ -14,7 +14,6 @@ import torch
 from ....xdit_backend.protocol.errors import UnsupportedError
 from .unet_patches import INPUT_PATCHES, num_tokens
 
-NODE = "Token Perturbation Guidance"
 BLOCK = re.compile(r"(input|middle|output)_blocks?(?:\.(\d+))?\.\d+\.transformer_blocks\.(\d+)")
 NUM_TOKENS = 7                             # of tests
 
@@ -67,8 +66,8 @@ def _is_forward(module, value):
 
 
 def orders_of(family, config, x, options, transformer_options, displaced_degree):
-    """Return {block of a U-Net, "input.4.0": order of its tokens, (T,) int64} of a call, drawn now. x: its latent.
-    options: {path of a block: key}, of ForwardPatches.shuffling.
+    """Return {block of a U-Net, "input.4.0": order of its tokens, (T,) int64} of a call, sampled now. x: its
+    latent. options: {path of a block: key}, of ForwardPatches.shuffling.
 
     Raises UnsupportedError for blocks and methods that the workers do not support.
     """
@@ -77,13 +76,14 @@ def orders_of(family, config, x, options, transformer_options, displaced_degree)
         return {}
     matches = {path: BLOCK.fullmatch(path) for path in active}
     if not family.plan.takes_unet_patches or family.has_frames_as_batch or not all(matches.values()):
-        raise UnsupportedError(f"Remove {NODE}: it is for image models with a U-Net, and this is {family.name}.")
+        raise UnsupportedError(f"Remove Token Perturbation Guidance: it is for image models with a U-Net, and this is "
+                               f"{family.name}.")
     if displaced_degree > 1:
-        raise UnsupportedError(f"Use cfg_degree or data_degree instead of displaced_degree: {NODE} shuffles the tokens "
-                               "of the full image.")
+        raise UnsupportedError("Use cfg_degree or data_degree instead of displaced_degree: Token Perturbation Guidance "
+                               "shuffles the tokens of the full image.")
     if any(transformer_options.get("patches", {}).get(kind) for kind in INPUT_PATCHES):
-        raise UnsupportedError(f"Remove {NODE} or PatchModelAddDownscale: the second resizes the feature maps whose "
-                               "tokens the first shuffles.")
+        raise UnsupportedError("Remove Token Perturbation Guidance or PatchModelAddDownscale: the second resizes the "
+                               "feature maps whose tokens the first shuffles.")
     tokens, found = num_tokens(family, config, x.shape), {}
     for match in matches.values():                             # in the order in which the model runs them
         block = match[1], int(match[2] or 0)

@@ -23,6 +23,7 @@ from ....xdit_backend.host.injected_networks import Network
 from ....xdit_backend.protocol import specs
 from ....xdit_backend.protocol.errors import ConfigError, UnsupportedError
 from ..compatibility.image_adapters import COMPOSITION, EASING, KIND, STYLE, WEAK, adapters_at
+from ..compatibility.text_attention import adapters_in
 from ..compatibility.unet_patches import num_tokens
 
 ATTENTION = re.compile(r"((input|middle|output)_blocks?(?:\.(\d+))?\.\d+)\.transformer_blocks\.(\d+)\.attn2")
@@ -104,13 +105,14 @@ def _layers(modules, replaced, sigma):
     """Yield the Layers of ComfyUI's U-Net in which something is replaced."""
     transformers = list(dict.fromkeys(name.partition(".transformer_blocks.")[0] for name in modules
                                       if ".transformer_blocks." in name))
+    tested = {}
     for name, (module, _) in modules.items():
         match = ATTENTION.fullmatch(name)
         if match is None:
             continue
         side, index = match[2], int(match[4])
         block = side, int(match[3] or 0)
-        function = replaced.get((*block, index)) or replaced.get(block)
+        function = adapters_in(replaced.get((*block, index)) or replaced.get(block), tested)
         if function is not None:
             yield Layer(f"{side}.{block[1]}.{index}", block, transformers.index(match[1]), module, function,
                         adapters_at(function, sigma))

@@ -15,7 +15,7 @@ from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.specs import describe_exchange
 from ..compatibility.block_patches import free_u_of, guided_of, operations_of, scores_of, tiles_of
 from ..compatibility.comfyui_variants import variant_of
-from ..compatibility.enhance_video import NODE, enhanced_of
+from ..compatibility.enhance_video import enhanced_of
 from ..compatibility.forward_patches import ForwardPatches
 from ..compatibility.input_checks import check_call, check_conditioning, check_finite, check_latent
 from ..compatibility.ltx_guidance import isolation_of
@@ -27,8 +27,8 @@ from ..compatibility.model_options import (
     scales_of,
     wrappers_inside,
 )
-from ..compatibility.token_shuffle import orders_of
 from ..compatibility.pipefusion_support import COMPILE, DRAINED, SYNCHRONOUS
+from ..compatibility.token_shuffle import orders_of
 from ..workers.vram_accounting import ask_for_memory
 from ..workers.worker_groups import GROUPS, describe_missing, parking_bytes, show_text
 from .compile_choice import CompileChoice
@@ -329,8 +329,9 @@ class RemoteModel:
         client = self._client()
         how = describe_layout(layout, len(calls) * is_one_batch) if plan is None else layout_description(plan.chosen)
         if together:
-            how = (f"{describe_layout(dataclasses.replace(layout, cfg_degree=1))}, both prompts in one batch, which "
-                   f"{'Normalized Attention Guidance compares' if calls[0].guided else f'{NODE} averages over'}")
+            alone = describe_layout(dataclasses.replace(layout, cfg_degree=1))
+            how = (f"{alone}, both prompts in one batch, which Normalized Attention Guidance compares"
+                   if calls[0].guided else f"{alone}, both prompts in one batch, over which Enhance-A-Video averages")
         spare = "" if self.config.mode == "auto" else describe_spare(layout.data_degree, latent.shape[0])
         self._show(how + describe_exchange(self.config.exchange, layout) + spare + self.config.idle
                    + self.compiling.describe(), self.estimates.describe)

@@ -24,7 +24,8 @@ def test_self_attention_enhanced_between_frames_equals_native(comfyui, kind, met
 
 @pytest.mark.parametrize("kind, method, task", [
     ("wan", "data", {"batch": 2}), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("wan", "ulysses", {"cfg": 1.0}), ("wan-i2v", "ulysses", {}), ("wan-vace", "cfg", {}), ("ltx-2", "ulysses", {})))])
+        ("wan", "ulysses", {"cfg": 1.0}), ("wan-i2v", "ulysses", {}), ("wan-vace", "cfg", {}),
+        ("ltx-2", "ulysses", {})))])
 def test_the_factor_is_a_mean_over_all_images_of_a_call(comfyui, kind, method, task):
     task = dict(task)
     latent = comfyui.latent(kind, batch=task.pop("batch", 1))
@@ -35,7 +36,7 @@ def test_the_factor_is_a_mean_over_all_images_of_a_call(comfyui, kind, method, t
 
 def test_the_status_says_why_a_device_is_idle_and_steps_are_synchronous(comfyui, said):
     change = functools.partial(enhanced, frames=frames_of(comfyui, "wan"))
-    for degrees, text in (({"cfg": 2}, "both prompts in one batch, which Enhance-A-Video averages over"),
+    for degrees, text in (({"cfg": 2}, "both prompts in one batch, over which Enhance-A-Video averages"),
                           ({"pipefusion": 2, "num_patches": 2}, "Enhance-A-Video")):
         comfyui.sample(change(comfyui.ours("wan", comfyui.config("cpu,cpu", **degrees))), "wan", steps=1)
         assert any(text in each for each in said)
@@ -60,7 +61,7 @@ def test_latents_and_patches_that_it_cannot_process_are_rejected(comfyui):
             comfyui.sample(enhanced(ours, frames=wrong), "wan", steps=1)
     patched = enhanced(ours, frames=frames)
     patched.set_model_attn1_patch(_speakers())
-    with pytest.raises(comfyui.errors.UnsupportedError, match="^Remove Enhance-A-Video, or the node that adds Infinite"):
+    with pytest.raises(comfyui.errors.UnsupportedError, match="^Remove Enhance-A-Video, or the node that adds Infin"):
         comfyui.sample(patched, "wan", steps=1)
 
 

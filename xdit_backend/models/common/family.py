@@ -199,7 +199,8 @@ class Family:
     # diffusion model (SDXL's v_pred)
     values: tuple[str, ...] = ()
     read_by_nodes: tuple[str, ...] = ()    # buffers whose values nodes of ComfyUI read from the MODEL (SeedVR2)
-    # modules of ComfyUI's class that nodes call themselves, by the ends of their paths, with the file's weights (Wan)
+    # modules of ComfyUI's class that nodes call themselves, by the ends of their paths, with the file's weights (Wan,
+    # U-Nets)
     called_by_nodes: tuple[str, ...] = ()
     needed_values: tuple[str, ...] = ()    # those of `values` without which ComfyUI cannot build its model
     # prefixes of tensors with which ComfyUI processes the text once on the host, before LoRA hooks take effect (Anima)

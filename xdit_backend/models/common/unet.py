@@ -83,6 +83,7 @@ def unet(name, title, architecture, test_config, refusals=(), values=()):
         activation_factors={"alone": architecture.alone, "block": architecture.block},
         num_channels=lambda config: config["out_channels"],
         num_heads=lambda config: None, width=lambda config: config["block_out_channels"][0],
+        called_by_nodes=(".attn2.to_k", ".attn2.to_v"),
         conditioning={"context": "cross_attention_dim", "y": "projection_class_embeddings_input_dim"},
         arguments={"sample": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                    "class_labels": from_conditioning("y", where="class_embed_type")},
