@@ -203,6 +203,28 @@ export const ZH = {
     "请用 cfg_degree 或 data_degree 代替 displaced_degree：Smoothed Energy Guidance 会在整幅图像上模糊查询。",
   "Remove RifleX, or the node that scales positions, adds references or sets a first frame: for {} xDiT does not combine them.":
     "请移除 RifleX，或移除缩放位置、添加参考图或设置首帧的节点：对于 {0}，xDiT 不支持将它们组合使用。",
+  "Remove Enhance-A-Video: for {} xDiT does not support its change of the attention in {}.":
+    "请移除 Enhance-A-Video：对于 {0}，xDiT 不支持它对 {1} 中注意力的修改。",
+  "Remove Enhance-A-Video, or the node that adds {}: the first processes the frames of the latent only.":
+    "请移除 Enhance-A-Video，或移除添加 {0} 的节点：前者只处理潜变量的帧。",
+  "Remove Enhance-A-Video, or connect a latent of more frames to it: it compares frames, and its latent has {}.":
+    "请移除 Enhance-A-Video，或为它连接帧数更多的潜变量：它比较各帧，而其潜变量有 {0} 帧。",
+  "Connect the latent that the sampler gets to Enhance-A-Video: its latent has {} frames, which do not divide the {} tokens of this one.":
+    "请把采样器所用的潜变量连接到 Enhance-A-Video：其潜变量有 {0} 帧，不能整除此潜变量的 {1} 个 token。",
+  "Remove Token Perturbation Guidance: it is for image models with a U-Net, and this is {}.":
+    "请移除 Token Perturbation Guidance：它用于带 U-Net 的图像模型，而此模型是 {0}。",
+  "Use cfg_degree or data_degree instead of displaced_degree: Token Perturbation Guidance shuffles the tokens of the full image.":
+    "请用 cfg_degree 或 data_degree 代替 displaced_degree：Token Perturbation Guidance 会打乱整幅图像的 token。",
+  "Remove Token Perturbation Guidance or PatchModelAddDownscale: the second resizes the feature maps whose tokens the first shuffles.":
+    "请移除 Token Perturbation Guidance 或 PatchModelAddDownscale：后者会缩放前者打乱其 token 的特征图。",
+  "Connect one prompt to Normalized Attention Guidance (sd-perturbed-attention): it has a batch of several, with which ComfyUI fails.":
+    "请为 Normalized Attention Guidance（sd-perturbed-attention）连接一个提示词：它得到的是一批多个提示词，ComfyUI 会因此失败。",
+  "Use a sampler node for a MODEL with Normalized Attention Guidance (sd-perturbed-attention): this call has its prompts in the order {}, and the node requires the positive ones (0) last.":
+    "请对带 Normalized Attention Guidance（sd-perturbed-attention）的 MODEL 使用采样器节点：本次调用的提示词顺序为 {0}，而该节点要求正向提示词（0）在最后。",
+  "Use SkipLayerGuidanceDiT or SkipLayerGuidanceDiTSimple instead of SkipLayerGuidanceWanVideo: it needs options that ComfyUI does not pass to it, so that a run fails with Load Diffusion Model too.":
+    "请用 SkipLayerGuidanceDiT 或 SkipLayerGuidanceDiTSimple 代替 SkipLayerGuidanceWanVideo：它需要 ComfyUI 不会传给它的选项，因此使用 Load Diffusion Model 时运行也会失败。",
+  "Use EasyCache or LazyCache instead of {}, or Load Diffusion Model: it replaces the model's blocks on one device during each call, and they are on xDiT's workers.":
+    "请用 EasyCache 或 LazyCache 代替 {0}，或使用 Load Diffusion Model：它在每次调用期间替换一个设备上的模型块，而这些块在 xDiT 的工作进程上。",
   "Remove the node that guides attention to the text (such as WanVideoNAG): xDiT does not support it for {}.":
     "请移除引导文本注意力的节点（例如 WanVideoNAG）：xDiT 不支持将其用于 {0}。",
   "Use one node that guides attention to the text, in all blocks: xDiT does not support {} of them in {} of {} blocks.":
@@ -823,6 +845,8 @@ export const ZH = {
     "{0}，各步不重叠，因为此工作流使用{1}",
   "{}, both prompts in one batch, which Normalized Attention Guidance compares":
     "{0}，两个提示词在同一批次中，由 Normalized Attention Guidance 比较",
+  "{}, both prompts in one batch, over which Enhance-A-Video averages":
+    "{0}，两个提示词在同一批次中，Enhance-A-Video 对其取平均",
   "{} ({} unused: {} is 1)":
     "{0}（{1} 未使用：{2} 为 1）",
   "{} ({} of data_degree={} have no image: set batch_size to {} in the empty latent's node, or use another degree)":

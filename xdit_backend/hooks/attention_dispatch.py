@@ -20,6 +20,7 @@ from ..parallel.sparse_layout import sparse_of
 from ..protocol.errors import UnsupportedError
 from ..protocol.specs import SDPA
 from .block_hooks import BlockPosition, one_key_per_group
+from .enhance_video import enhance_factor
 from .function_overrides import FunctionOverrides, functional, in_file
 from .infinite_talk import locate_speakers
 from .injected_networks import guide_text
@@ -47,6 +48,7 @@ class RunningAttention:
     reach: tuple | None = None             # of sliding-window attention, from ModelPlan.window
     num_calls: int = 0                     # of attention functions, so far
     is_exact: bool = False                 # for the running call: see BackendUse.exact
+    factor: torch.Tensor | None = None     # of the module's output, see enhance_video.py
 
     @property
     def key(self):
@@ -199,8 +201,13 @@ class AttentionFunctions:
         key, value = one_key_per_group(now.module, query, key), one_key_per_group(now.module, query, value)
         query, padding = self.without_placeholders(query, now.streams, context)
         key, value = (self.without_placeholders(each, now.key_streams, context)[0] for each in (key, value))
-        if now.streams == now.key_streams and context.patches.operations.get(now.position.patched) == "values":
+        operations = context.patches.operations
+        if now.streams == now.key_streams and operations.get(now.position.patched) == "values":
             return value if padding is None else F.pad(value, padding)
+        enhance = operations.get(now.position.path)
+        if enhance is not None and now.name == next(iter(now.position.list_.attention)):
+            now.factor = enhance_factor(query, key, enhance, context.tokens.sizes(now.streams), context.mesh,
+                                        context.traffic)
         if now.streams == now.key_streams:
             locate_speakers(context, query, key)
         if within is not None:

@@ -41,6 +41,11 @@ class BlockPosition:
         return f"{self.list_.patched}_block.{self.number}"
 
     @property
+    def path(self):
+        """The block's path in ComfyUI's model, for which ForwardContext.operations may have a specs.Enhance."""
+        return f"{self.list_.file_prefix}{self.number}"
+
+    @property
     def with_image(self):
         """The streams that share a tensor with the image in the block's outputs."""
         return next(streams for streams in self.list_.returns if "image" in streams)

@@ -43,6 +43,7 @@ class ModelPatches:
     tiles: dict = field(default_factory=dict)          # specs.Branch.tiles of its self-attentions
     networks: tuple = ()                   # (specs.NetworkUse, injected_networks.Network), applied in order
     scores: Any = None                     # output: specs.Branch.scores of these images
+    shuffled: dict = field(default_factory=dict)       # specs.Branch.shuffled, on the device
     # by insertion point (Family.control_shapes): residuals for this rank
     control: PinnedAhead = field(default_factory=lambda: PinnedAhead({}, CPU))
     biases: dict = field(default_factory=dict)         # attention -> Inputs.biases of this forward's image
@@ -113,7 +114,8 @@ class ForwardContext:
         patches = self.patches
         return (self.mesh.sequence_degree > 1 or self.key_values is not None or bool(self.state.masks)
                 or bool(patches.guided) or bool(patches.biases) or self.references is not None
-                or "values" in patches.operations.values() or self.options.sparse is not None
+                or any(operation != "skip" for operation in patches.operations.values())
+                or self.options.sparse is not None
                 or any(network.has_two_speakers for _, network in patches.networks))
 
     @property

@@ -35,6 +35,10 @@ class Network:
     def num_bytes(self):
         return sum(tensor.nbytes for tensor in self._on_device.values())
 
+    def has(self, name):
+        """Whether the network has this tensor."""
+        return name in self._weights
+
     def weight(self, name, dtype):
         key = name, dtype
         if key not in self._on_device:
@@ -263,6 +267,20 @@ def guide_text(context, query_BNTH, out_BNTH, attend):
             out_BNTH = out_BNTH.clone()
             out_BNTH[images] = guided(positive, attend(query, key, value), network.strengths, (1, 3), context.mesh,
                                       context.traffic)
+    return out_BNTH
+
+
+def guide_images(context, block, query_BNTH, out_BNTH, attend):
+    """The output of an attention to the text of a U-Net, pushed away from that to the keys and values of a forward's
+    networks (nag.py), for the images that they guide. block: its name, "input.4.0". attend: see guide_text."""
+    for use, network in context.patches.networks:
+        images = [index for index, (kind, _) in enumerate(use.rows) if kind == 0]
+        if use.where == "guide" and images and network.has(f"{block}.keys"):
+            query, positive = query_BNTH[images], out_BNTH[images]
+            key, value = (network.weight(f"{block}.{kind}", query.dtype).unflatten(
+                2, (query.shape[1], -1)).transpose(1, 2).expand(len(images), -1, -1, -1) for kind in ("keys", "values"))
+            out_BNTH = out_BNTH.clone()
+            out_BNTH[images] = guided(positive, attend(query, key, value), network.strengths, (1, 3))
     return out_BNTH
 
 

@@ -202,6 +202,7 @@ class Hooks(ModelHooks):
 
     def _run_forward(self, forward, context, position, arguments):
         if (context.options.compile_backend and not injected_networks.has_layer_networks(context)
+                and position.path not in context.patches.operations
                 and self._amax_sync.suits_graphs(context.tokens, position.list_.streams.values())):
             return self._compiled.run(position.index, forward, context, arguments)
         return forward(**arguments)
@@ -337,5 +338,5 @@ class Hooks(ModelHooks):
             output = forward(*args, **kwargs)
             context.state.attention = None
             running.refuse_uncalled()
-            return output
+            return output if running.factor is None else output * running.factor
         return hooked

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from diffusers.models.attention_processor import AttnProcessor2_0
 
 from ..attention.backends import attend
+from ..attention.entmax import sparse_attention
 from ..distributed.custom_ops import attention, running
 from ..distributed.group_norm import group_norm_rows
 from ..distributed.spatial_ops import Convolution, input_rows
@@ -24,7 +25,7 @@ from ..partition import attended, cut_bands, halved, in_block, level_of, unet_bl
 from ..protocol.errors import UnsupportedError
 from ..protocol.specs import Blur, Shrink
 from .function_overrides import FunctionOverrides, functional, torch_with
-from .injected_networks import text_attentions, with_images, with_networks
+from .injected_networks import guide_images, text_attentions, with_images, with_networks
 from .model_hooks import ModelHooks
 from .nag import apply_nag
 from .unet_compiled import GraphRows
@@ -66,6 +67,9 @@ class UNetHooks(ModelHooks):
                 module.forward = self._hook_norm(module, module.forward, name, level, inner)
             elif name in attentions:
                 self._hook_attention(module, level, (index, inner, name), attentions[name])
+        for path, (name, _) in self._text_attentions.items():
+            block = model.get_submodule(path.rpartition(".")[0])
+            block.forward = self._hook_shuffled(block.forward, name)
         joins = FunctionOverrides(torch=torch_with(cat=self._join))
         for block in model.up_blocks:
             joins.install(block)
@@ -139,7 +143,7 @@ class UNetHooks(ModelHooks):
                 return forward(*args, **kwargs)
             with context.traffic.at_block(path):
                 patches = context.patches
-                is_eager = (patches.operations or patches.guided or patches.free_u or patches.tiles
+                is_eager = (patches.operations or patches.guided or patches.free_u or patches.tiles or patches.shuffled
                             or any(use.where != "text" for use, _ in patches.networks))
                 if not context.options.compile_backend or is_eager:
                     return forward(*args, **kwargs)
@@ -209,6 +213,16 @@ class UNetHooks(ModelHooks):
             return output
         return hooked
 
+    def _hook_shuffled(self, forward, name):
+        """Run a transformer block on its tokens in the order of Branch.shuffled. name: of the block, "input.4.0"."""
+        @functools.wraps(forward)
+        def hooked(hidden_states, *args, **kwargs):
+            if not torch.compiler.is_compiling() and self._context is not None:
+                order = self._context.patches.shuffled.get(name)
+                hidden_states = hidden_states if order is None else hidden_states[:, order]
+            return forward(hidden_states, *args, **kwargs)
+        return hooked
+
     def _hook_text_attention(self, forward, name, inner):
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
@@ -262,11 +276,17 @@ class UNetHooks(ModelHooks):
     def _attend(self, name, *arguments):
         """attend, plus what networks add to an attention to the text. name: its path, or ""."""
         query, key, value, mask, is_causal, scale = arguments
-        out = attend(query, key, value, self._context.backend, mask, is_causal, scale)
-        if name not in self._text_attentions or not self._context.patches.networks:
+        context, (block, level) = self._context, self._text_attentions.get(name, ("", 0))
+        entmax = context.patches.operations.get(f"attn2.{block}")
+        out = (attend(query, key, value, context.backend, mask, is_causal, scale) if entmax is None
+               else sparse_attention(query, key, value, entmax, scale))
+        if not (block and context.patches.networks):
             return out
-        return with_images(self._context, self._text_attentions[name], query, out,
-                             lambda *each: attend(*each, self._context.backend, None, False, scale))
+
+        def attend_to(*each):
+            return attend(*each, context.backend, None, False, scale)
+        out = with_images(context, (block, level), query, out, attend_to)
+        return guide_images(context, block, query, out, attend_to)
 
     def attention_of_graph(self, query, key, value, mask, name, is_causal, scale):
         """_scaled_dot_product_attention of a compiled block. name: of an attention to the text, or a self-attention of

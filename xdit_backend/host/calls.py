@@ -20,11 +20,12 @@ class Call:
     # ControlNet residuals by insertion point: Family.control_shapes
     control: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    operations: dict[str, str] = field(default_factory=dict)               # replaced blocks: specs.Branch
+    operations: dict = field(default_factory=dict)         # replaced blocks: specs.Branch
     scores: torch.Tensor | None = None     # output: specs.Branch
     guided: tuple[specs.Nag, ...] = ()     # guidance inside self-attention: specs.Branch
     free_u: tuple[specs.FreeU | specs.Shrink, ...] = ()                    # of a U-Net: specs.Branch
     tiles: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)          # of a U-Net: specs.Branch
+    shuffled: dict[str, torch.Tensor] = field(default_factory=dict)        # of a U-Net: specs.Branch
     # ((specs.NetworkUse, injected_networks.Network), ...)
     networks: tuple = ()
     call_conditioning: dict[str, torch.Tensor] = field(default_factory=dict)           # conditioning of this call only
@@ -44,7 +45,12 @@ class Call:
     @property
     def is_changed(self):
         """Whether this call patches the model, so that nothing of it may be cached for other calls."""
-        return bool(self.operations or self.guided)
+        return bool(self.operations or self.guided or self.shuffled)
+
+    @property
+    def compares_images(self):
+        """Whether layers compare or average the images of this call, which must then stay in one batch."""
+        return bool(self.guided) or any(isinstance(each, specs.Enhance) for each in self.operations.values())
 
     def control_by(self, make):
         """Apply `make` to the tensors of `control`, once per distinct tensor; returns {insertion point: result}."""
@@ -104,7 +110,7 @@ def share_call(call, name, num_channels, store, segments):
     branch = specs.Branch(latent, timestep, name, prediction, control, call.operations, scores, call.guided,
                           call.free_u, call.tiles, tuple(use for use, _ in call.networks), call_conditioning,
                           call.cached,
-                          filled)
+                          filled, {block: share(order) for block, order in call.shuffled.items()})
     return branch, view, extra_outputs
 
 

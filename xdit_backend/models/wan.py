@@ -123,14 +123,10 @@ class _Plan(ModelPlan):
     text_attention = "attn2"
 
 
-class _Wan(Family):
-    called_by_nodes = ("text_embedding",)
-
-
-WAN = _Wan(
+WAN = Family(
     name="Wan", title="Wan 2.1, 2.2 text- and image-to-video", transformer="WanTransformer3DModel",
     pixels=lambda config: (4, 16, 16) if config["out_channels"] == 48 else (4, 8, 8), adapt_model=_adapt,
-    keep_in_compute_dtype=("patch_embedding",),
+    keep_in_compute_dtype=("patch_embedding",), called_by_nodes=("text_embedding",),
     activation_factors={"alone": 11.2, "residual": 4.3, "whole": 11.2, "outside": 5.3, "held": 1.15, "block": 10.0,
                         "exchange": 13.0},
     detection=Detection(

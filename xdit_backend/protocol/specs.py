@@ -315,12 +315,31 @@ class Blur:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Entmax:
+    """PLADIS: the weights of an attention to the text are extrapolated from softmax by `scale` towards entmax
+    (attention/entmax.py)."""
+
+    scale: float
+    alpha: float                           # 1.5, or 2: sparsemax
+
+
+@dataclass(frozen=True, config=STRICT)
+class Enhance:
+    """Enhance-A-Video: the output of a block's self-attention is multiplied by a factor (hooks/enhance_video.py).
+    frames: of the latent, at least 2."""
+
+    frames: Natural
+    weight: float
+
+
+@dataclass(frozen=True, config=STRICT)
 class NetworkUse:
     """Insertion point of an injected network, whose output times strength is added to: the image tokens after each
     block ("blocks"), the inputs of layers of blocks ("layers", the LLLite targets ModelPlan.led), the inputs of the key
     and value projections of self-attention ("attn1") or cross-attention ("attn2"), the output of cross-attention
     ("text"), or the hidden states after it, as audio cross-attention ("audio", ModelPlan.heard). With "guide", the
-    output of cross-attention is guided away from that to the network's text (ModelPlan.text_attention)."""
+    output of cross-attention is guided away from that to the network's text (ModelPlan.text_attention), or in a U-Net
+    from that to its keys and values."""
 
     network: str                   # NetworkSpec.name
     where: Literal["blocks", "layers", "attn1", "attn2", "text", "audio", "guide"]
@@ -351,8 +370,10 @@ class Branch:
     # ControlNet residuals, see Family.control_shapes in models/common
     control: ByName[str, Segment] = dataclasses.field(default_factory=dict)
     # block, named as in ComfyUI's patches -> skip the block; return the values from its self-attention, whatever the
-    # queries; or also write `scores`; or blur the queries
-    operations: ByName[str, Literal["skip", "values", "scores"] | Blur] = dataclasses.field(default_factory=dict)
+    # queries; or also write `scores`; or blur the queries. Enhance: by the path of the block in ComfyUI's model.
+    # Entmax: by "attn2." and the transformer block of a U-Net, "attn2.input.4.0"
+    operations: ByName[str, Literal["skip", "values", "scores"] | Blur | Enhance | Entmax] = dataclasses.field(
+        default_factory=dict)
     # (ranks of the displaced axis, B, keys), if an operation is "scores": attention weights that each key receives,
     # mean over heads, summed over each rank's queries
     scores: Segment | None = dataclasses.field(default=None, metadata=RESULT)
@@ -367,3 +388,5 @@ class Branch:
     cached: CachedReferences | None = None
     # predictions of further components of the latent, float32
     parts: ByName[str, Segment] = dataclasses.field(default_factory=dict, metadata=RESULT)
+    # transformer block of a U-Net, "input.4.0" -> order in which it gets its tokens, (T,) int64
+    shuffled: ByName[str, Segment] = dataclasses.field(default_factory=dict)

@@ -282,7 +282,9 @@ class Predictions:
         control = {name: tensor[rows] if tensor.shape[0] == batch else tensor for name, tensor in added.items()}
         scores = None if branch.scores is None else self._map(branch.scores)[:, rows]
         patches = ModelPatches(branch.operations, branch.guided, branch.free_u, branch.tiles,
-                               self.networks.of(branch.networks, rows), scores)
+                               self.networks.of(branch.networks, rows), scores, shuffled={
+                                   block: on_device(self._map(order), self._device)
+                                   for block, order in branch.shuffled.items()})
         return loaded.context(mesh, traffic, latent, self._map(branch.timestep)[rows], conditioning, command.patch,
                               control=control, patches=patches, options=command.options, backend=self._backend,
                               **keeping)

@@ -14,7 +14,7 @@ from torchvision.transforms.functional import gaussian_blur
 
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.specs import Blur, Nag
-from . import image_adapters, unet_patches
+from . import image_adapters, text_attention, unet_patches
 from .ltx_guidance import value_blocks
 from .unet_patches import cell
 
@@ -63,7 +63,7 @@ NODES = ("such as Skip Layer Guidance, Perturbed-Attention Guidance, Self-Attent
 def operation_of(kind, function):
     """Return the operation of a function of this kind, or None if it is not known."""
     if kind == image_adapters.KIND:
-        return None if image_adapters.why_refused(function) else "adapters"
+        return None if text_attention.refused_in([function]) else "adapters"
     name, marker = _named(kind, function), object()
     tests = {"skip": lambda: function(marker, None) is marker,
              "values": lambda: function(None, None, marker, None) is marker,
@@ -95,7 +95,8 @@ def operations_of(family, config, transformer_options, shape, displaced_degree):
     """
     found = {}
     for kind, replaced in transformer_options.get("patches_replace", {}).items():
-        if kind == image_adapters.KIND and family.plan.is_unet:           # sampling/image_adapters.py
+        if kind == image_adapters.KIND and family.plan.is_unet:           # adapters: sampling/image_adapters.py
+            found |= text_attention.sparse_of(family, text_blocks(family, config), transformer_options)
             continue
         blocks = _blocks(family, config, kind)
         if replaced and not blocks:
@@ -411,8 +412,13 @@ def _ignored_patches(family, kind):
                             f"adds to this workflow ({kind}) and would silently ignore them.")
 
 
+def text_blocks(family, config):
+    """Names of a U-Net's transformer blocks, "input.4.0", and of those that hold them."""
+    found = family.plan.patched_blocks(config, "attn1")
+    return found if family.has_frames_as_batch else found | _outer_blocks(config)
+
+
 def _blocks(family, config, kind):
     """Names of the blocks that patches of a kind can replace."""
-    found = family.plan.patched_blocks(config, kind)
-    has_outer = kind == "attn1" and family.plan.takes_unet_patches and not family.has_frames_as_batch
-    return found | _outer_blocks(config) if has_outer else found
+    is_of_unet = kind == "attn1" and family.plan.takes_unet_patches
+    return text_blocks(family, config) if is_of_unet else family.plan.patched_blocks(config, kind)

@@ -15,9 +15,11 @@ import types
 import torch
 import torch.nn.functional as F
 
+from . import enhance_video, token_shuffle
 from .unet_patches import cell
 
-OWN, SAME, GUIDE = "own", "same", "guide"  # operations: see ForwardPatches
+# operations: see ForwardPatches
+OWN, SAME, GUIDE, ENHANCE, SHUFFLE = "own", "same", "guide", "enhance", "shuffle"
 KNOWN = {("model_optimization_nodes.py", "WanCrossAttentionPatch.__get__.<locals>.wrapped_attention"): GUIDE}
 EMBEDDERS = "rope_embedder", "pe_embedder" # rotary embeddings of ComfyUI's Wan and HunyuanVideo
 RIFLEX = "nodes.py", "EmbedND_RifleX.forward"
@@ -36,7 +38,8 @@ class ForwardPatches:
     def operation(self, module, function):
         """Return the operation of a function in place of a module's forward: OWN, if it is that, which ComfyUI sets as
         an attribute when it removes a patch; SAME, if it computes what that does; GUIDE, if it guides attention to the
-        text (see text_guide); None, if it is not known."""
+        text (see text_guide); ENHANCE, if it multiplies that (see enhance_video.py); SHUFFLE, if it
+        may shuffle its tokens before that (see token_shuffle.py); None, if it is not known."""
         if id(function) not in self._known:
             self._known[id(function)] = function, _operation(module, function)
         return self._known[id(function)][1]
@@ -90,6 +93,16 @@ class ForwardPatches:
         """{path: function} of the forwards in place that guide attention to the text."""
         return {path: function for path, (operation, function) in self.running(modules).items() if operation == GUIDE}
 
+    def enhanced(self, modules):
+        """{path: (frames, weight)} of the forwards in place that are Enhance-A-Video's."""
+        return {path: enhance_video.settings_of(function)
+                for path, (operation, function) in self.running(modules).items() if operation == ENHANCE}
+
+    def shuffling(self, modules):
+        """{path: key of an option} of the forwards in place that shuffle tokens, in the order of the modules."""
+        return {path: token_shuffle.option_of(modules[path][0], function)
+                for path, (operation, function) in self.running(modules).items() if operation == SHUFFLE}
+
 
 def text_guide(function):
     """(text (1, T, C), scale, alpha, tau, whether every image of a batch is guided) of an operation GUIDE."""
@@ -99,6 +112,8 @@ def text_guide(function):
 
 
 def _operation(module, function):
+    if isinstance(function, types.FunctionType):
+        return SHUFFLE if _option_of(module, function) is not None else None
     if not isinstance(function, types.MethodType) or function.__self__ is not module:
         return None
     if function.__func__ is type(module).forward:
@@ -108,20 +123,31 @@ def _operation(module, function):
     try:
         if known == GUIDE:
             return GUIDE if _guides(function) else None
+        if enhance_video.settings_of(function) is not None:
+            width = next(each.in_features for each in module.modules() if hasattr(each, "in_features"))
+            return ENHANCE if enhance_video.enhances(_light(module), width, type(module).forward, function) else None
         return SAME if _is_same(module, function.__func__) else None
     except Exception:                                          # raised by a node's code for a test's inputs
         return None
 
 
-class _Scaling(torch.nn.Module):
-    """Stands for a layer with weights: scales and shifts its input, each layer by other numbers."""
+def _option_of(module, function):
+    try:
+        return token_shuffle.option_of(module, function)
+    except Exception:                                          # raised by a node's code for a test's inputs
+        return None
 
-    def __init__(self, number):
+
+class _Scaling(torch.nn.Module):
+    """Stands for a layer with weights: scales and shifts its input, each layer by other numbers. It returns at most as
+    many channels as the layer."""
+
+    def __init__(self, number, layer):
         super().__init__()
-        self.number = number
+        self.number, self.num_channels = number, getattr(layer, "out_features", None)
 
     def forward(self, tensor):
-        return tensor * (1 + 0.1 * self.number) + 0.01 * self.number
+        return tensor[..., :self.num_channels] * (1 + 0.1 * self.number) + 0.01 * self.number
 
 
 def _is_same(module, function):
@@ -143,7 +169,7 @@ def _light(module, numbers=None):
     """A copy of a module in which each module with weights of its own is replaced."""
     numbers = iter(range(1, 100)) if numbers is None else numbers
     if any(True for _ in module.parameters(recurse=False)):
-        return _Scaling(next(numbers))
+        return _Scaling(next(numbers), module)
     light = copy.copy(module)
     light.__dict__ = {name: value for name, value in vars(module).items() if name not in ("forward", "_apply")}
     light._modules = {name: child and _light(child, numbers) for name, child in module._modules.items()}

@@ -17,7 +17,7 @@ from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP, ge
 from ....xdit_backend.models import FAMILIES
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.shared_memory import dtype_name
-from . import image_adapters
+from . import image_adapters, text_attention
 from .attention_override import OVERRIDE, backend_of, override_backend, packages_called
 from .block_patches import operation_of
 from .comfyui_version import refuse_new_keys
@@ -25,6 +25,7 @@ from .lora_bypass import refused_injections
 from .ltx_guidance import ignored_guidance
 from .option_keys import MODEL, TRANSFORMER, functions_in, is_read, is_read_by_patches
 from .proxy_modules import PULID_FLUX, changed_modules, is_module
+from .refused_nodes import refuse_nodes
 
 OURS = "xdit"                                                  # prefix of our own options
 
@@ -100,6 +101,7 @@ def refuse_patcher(patcher, runs=False):
         if name == "object_patches":
             found += _object_patches(patcher)
         elif name == "model_options":
+            refuse_nodes(value)
             found += _model_options(value, patcher.remote.family)
         elif name == "wrappers":
             found += _wrappers(value)
@@ -119,6 +121,7 @@ def refuse_patcher(patcher, runs=False):
 
 def refuse_model_options(model_options, family):
     """Raise UnsupportedError if the options of a run contain anything that the workers do not support."""
+    refuse_nodes(model_options)
     _refuse(_model_options(model_options, family))
 
 
@@ -241,7 +244,7 @@ def _transformer_options(options):
                       _named(REFUSED_OPTIONS[key], {kind: replaced}) for kind, replaced in value.items()
                       if kind != image_adapters.KIND
                       and any(operation_of(kind, function) is None for function in replaced.values())]
-            found += filter(None, map(image_adapters.why_refused, value.get(image_adapters.KIND, {}).values()))
+            found += text_attention.refused_in(value.get(image_adapters.KIND, {}).values())
         elif key == "patches":
             unknown = {kind: functions for kind, functions in value.items()
                        if not _is_empty(functions)

@@ -6,6 +6,7 @@ The reasons are passed to remote_model.py in transformer_options.
 
 from comfy.patcher_extension import WrappersMP
 
+from . import enhance_video
 from .block_patches import compares_branches, has_cached_references, lllites_in, networks_in, residual_networks_in
 from .option_keys import MODEL, is_read
 
@@ -73,6 +74,8 @@ def why_synchronous_run(sampler, guider):
     if getattr(getattr(sampler, "sampler_function", None), "__name__", "") == "dpm_adaptive_function":
         return "dpm_adaptive, which selects its steps by an error over the full latent"
     remote, patches = guider.inner_model.remote, guider.model_patcher.object_patches
+    if remote.forwards.enhanced(remote.modules):
+        return enhance_video.NODE
     replaced = sorted(name for name, value in patches.items() if name not in OBJECTS
                       and not remote.forwards.is_local(remote.modules, name.removeprefix(INSIDE), value))
     return f"a node that replaces {replaced[0]} of the MODEL" if replaced else None
@@ -108,6 +111,8 @@ def why_one_call(base_model, model_options):
         return CACHE
     if base_model.remote.forwards.guides(base_model.remote.modules):
         return TEXT_GUIDE
+    if base_model.remote.forwards.enhanced(base_model.remote.modules):
+        return enhance_video.NODE
     if (model_options.get("model_function_wrapper")
             or any(functions for by_key in around for functions in by_key.values())):
         return "a node that wraps the model's calls"

@@ -2,6 +2,8 @@
 Shrink, which also downscales feature maps in the encoder.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -14,6 +16,14 @@ ENLARGING = "PatchModelAddDownscale.execute.<locals>.output_block_patch"
 INPUT_PATCHES = "input_block_patch", "input_block_patch_after_skip"
 OWN = "bislerp"                            # a method that only ComfyUI has
 NODE = "PatchModelAddDownscale"
+
+
+def num_tokens(family, config, shape):
+    """{ComfyUI's block of a U-Net, ("input", 4): its number of image tokens}. shape: of the latent."""
+    skips = [math.prod(size) for name, (_, *size) in family.control_shapes(config, shape).items()
+             if name.startswith("input.")]
+    return {("middle", 0): skips[-1], **{("input", number): count for number, count in enumerate(skips)},
+            **{("output", number): count for number, count in enumerate(reversed(skips))}}
 
 
 def cell(function, name):

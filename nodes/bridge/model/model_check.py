@@ -18,6 +18,7 @@ from ..compatibility.comfyui_version import check_model_type
 from ..compatibility.forward_patches import ForwardPatches
 from ..compatibility.model_options import any_family, refuse_described, refuse_model_options, refuse_patcher
 from ..compatibility.proxy_modules import PULID_FLUX, remember_modules
+from ..compatibility.refused_nodes import message_of_node
 from ..workers.vram_accounting import load_device_of
 from ..workers.worker_groups import check_packages, devices_of
 from .checkpoint_cache import CHECKPOINTS
@@ -109,8 +110,10 @@ class CheckedModel:
 
 
 def refusal_of_node(class_type):
-    """Message with which a run rejects the patches of a node that needs another file to be executed, or None."""
-    return message_of(refuse_described, PATCHES[class_type]) if class_type in PATCHES else None
+    """Message with which a run rejects the patches of a node that the check does not execute, or None."""
+    if class_type in PATCHES:
+        return message_of(refuse_described, PATCHES[class_type])
+    return message_of_node(class_type)
 
 
 def refusal_of_input(type_):

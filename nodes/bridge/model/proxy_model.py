@@ -97,7 +97,9 @@ def _stay(module, function, recurse=True):
 
 
 def _patcher_of(base_model, remote, load_device):
-    patcher = ProxyPatcher(base_model, load_device, comfy.model_management.unet_offload_device(),
+    offload_device = comfy.model_management.unet_offload_device()
+    base_model.device = offload_device                         # nodes move tensors there for the modules that they call
+    patcher = ProxyPatcher(base_model, load_device, offload_device,
                            size=remote.memory.model_bytes)     # memory that ComfyUI should free
     for kind, wrapper in ((WrappersMP.CALC_COND_BATCH, sampler_wrappers.calc_cond_batch),
                           (WrappersMP.SAMPLER_SAMPLE, sampler_wrappers.sample)):

@@ -94,7 +94,7 @@ def ask(model_call):
 def answer(model_calls):
     """Return the predictions for at most MAX_BRANCHES calls of one model."""
     first = model_calls[0]
-    together = first.num_branches != MAX_BRANCHES or first.call.guided
+    together = first.num_branches != MAX_BRANCHES or first.call.compares_images
     if len(model_calls) == 1 and not together and first.remote.runs_branches_separately():
         return [torch.cat(first.remote.predict(first, first.split_branches()))]
     return first.remote.predict(first, [model_call.call for model_call in model_calls])

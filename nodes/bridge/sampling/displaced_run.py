@@ -64,7 +64,8 @@ class DisplacedRun:
         keep = (synchronous_reason is None and MODES[self._mode].is_stale and self._staleness.ends
                 and all(tuple(request.latent.shape) == self.shape and not request.is_changed for request in requests))
         stale = keep and not self._staleness.is_synchronous(names, sigma)
-        layout = branches_together(self._layout) if any(request.guided for request in requests) else self._layout
+        together = any(request.compares_images for request in requests)
+        layout = branches_together(self._layout) if together else self._layout
         forward = ForwardPass(keep=keep, stale=stale, displaced_mode=self._mode)
         handle = self._client.submit(self._spec, layout, self._num_channels, requests, forward, run=self)
         if keep:

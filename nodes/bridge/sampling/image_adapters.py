@@ -23,6 +23,8 @@ from ....xdit_backend.host.injected_networks import Network
 from ....xdit_backend.protocol import specs
 from ....xdit_backend.protocol.errors import ConfigError, UnsupportedError
 from ..compatibility.image_adapters import COMPOSITION, EASING, KIND, STYLE, WEAK, adapters_at
+from ..compatibility.text_attention import adapters_in
+from ..compatibility.unet_patches import num_tokens
 
 ATTENTION = re.compile(r"((input|middle|output)_blocks?(?:\.(\d+))?\.\d+)\.transformer_blocks\.(\d+)\.attn2")
 BEFORE_ALL = 999999999.9                   # sigma of a call without one
@@ -89,17 +91,9 @@ def adapters_of(family, config, transformer_options, x, modules):
     ids = [(layer.name, *(id(adapter.arguments) for adapter in layer.adapters)) for layer in layers]
     name = hashlib.sha256(repr((ids, num_images, *x.shape[2:])).encode()).hexdigest()
     network = Network(f"adapters-{name}", functools.partial(_weights, layers, num_images, tuple(x.shape), sigma,
-                                                            _tokens(family, config, x.shape)))
+                                                            num_tokens(family, config, x.shape)))
     rows = tuple((prompt % 2, image) for prompt in prompts for image in range(num_images))
     return (specs.NetworkUse(network.name, "text", 1.0, rows=rows), network),
-
-
-def _tokens(family, config, shape):
-    """{ComfyUI's block: its number of image tokens}"""
-    skips = [math.prod(size) for name, (_, *size) in family.control_shapes(config, shape).items()
-             if name.startswith("input.")]
-    return {("middle", 0): skips[-1], **{("input", number): count for number, count in enumerate(skips)},
-            **{("output", number): count for number, count in enumerate(reversed(skips))}}
 
 
 def _sigma(transformer_options):
@@ -111,13 +105,14 @@ def _layers(modules, replaced, sigma):
     """Yield the Layers of ComfyUI's U-Net in which something is replaced."""
     transformers = list(dict.fromkeys(name.partition(".transformer_blocks.")[0] for name in modules
                                       if ".transformer_blocks." in name))
+    tested = {}
     for name, (module, _) in modules.items():
         match = ATTENTION.fullmatch(name)
         if match is None:
             continue
         side, index = match[2], int(match[4])
         block = side, int(match[3] or 0)
-        function = replaced.get((*block, index)) or replaced.get(block)
+        function = adapters_in(replaced.get((*block, index)) or replaced.get(block), tested)
         if function is not None:
             yield Layer(f"{side}.{block[1]}.{index}", block, transformers.index(match[1]), module, function,
                         adapters_at(function, sigma))

@@ -5,6 +5,7 @@ image, as the node's own code prepares them.
 """
 
 import functools
+import hashlib
 import math
 
 import torch
@@ -12,8 +13,9 @@ import torch
 from ....xdit_backend.host.injected_networks import Network
 from ....xdit_backend.protocol import specs
 from ....xdit_backend.protocol.errors import ConfigError, UnsupportedError
-from ..compatibility.block_patches import audio_networks_in, lllites_in, networks_in, styles_in
+from ..compatibility.block_patches import audio_networks_in, lllites_in, networks_in, styles_in, text_blocks
 from ..compatibility.forward_patches import text_guide
+from ..compatibility.text_attention import KIND, active_guides
 from .image_adapters import adapters_of
 
 WHERE = {"attn1_patch": "attn1", "attn2_patch": "attn2", "double_block": "blocks"}
@@ -54,7 +56,8 @@ def networks_of(family, config, transformer_options, x, modules, forwards):
             uses.append((specs.NetworkUse(network.name, "layers", float(patch.strength), name), network))
     return (*uses, *_audio_networks(family, config, transformer_options, x),
             *_text_guides(family, config, x, forwards.guides(modules)),
-            *adapters_of(family, config, transformer_options, x, modules)), images
+            *adapters_of(family, config, transformer_options, x, modules),
+            *_unet_guides(family, config, transformer_options, x)), images
 
 
 def style_of(family, config, transformer_options, x):
@@ -103,6 +106,32 @@ def _text_guides(family, config, x, functions):
                       {"scale": str(scale), "alpha": str(alpha), "tau": str(tau)})
     rows = tuple((int(index >= num_guided), 0) for index in range(len(x)))
     return [(specs.NetworkUse(network.name, "guide", 1.0, rows=rows), network)]
+
+
+def _unet_guides(family, config, transformer_options, x):
+    """Normalized Attention Guidance of a U-Net's attention to the text, of sd-perturbed-attention: a network for the
+    guides of the same strengths in all blocks, in the order in which they act."""
+    if not (family.plan.is_unet and transformer_options.get("patches_replace", {}).get(KIND)):
+        return []
+    by_block = active_guides(text_blocks(family, config), transformer_options)
+    prompts, networks = transformer_options.get("cond_or_uncond", ()), {}
+    for block, guides in by_block.items():
+        for number, guide in enumerate(guides):
+            networks.setdefault((number, guide.strengths), {})[block] = guide
+    rows = tuple((int(prompt != 0), 0) for prompt in prompts for _ in range(len(x) // len(prompts)))
+    found = []
+    for (_, strengths), by_block in sorted(networks.items()):
+        ids = strengths, [(block, id(guide.keys), id(guide.values)) for block, guide in by_block.items()]
+        network = Network(f"guide-{hashlib.sha256(repr(ids).encode()).hexdigest()}",
+                          functools.partial(_keys_and_values, by_block),
+                          dict(zip(("scale", "alpha", "tau"), map(str, strengths))))
+        found.append((specs.NetworkUse(network.name, "guide", 1.0, rows=rows), network))
+    return found
+
+
+def _keys_and_values(by_block):
+    return {f"{block}.{kind}": getattr(guide, kind).cpu() for block, guide in by_block.items()
+            for kind in ("keys", "values")}
 
 
 def _audio_networks(family, config, transformer_options, x):

@@ -77,12 +77,12 @@ class PipelineRun:
         layout = warmup_layout(self._layout, self._spec.stages)
         if num_tokens(requests[0].latent.shape[2:], self._patch_size) < layout.ring_degree * layout.ulysses_degree:
             layout = self._layout                              # too few tokens to split: one stage after the other
-        guided = any(request.guided for request in requests)
-        if guided:
+        together = any(request.compares_images for request in requests)
+        if together:
             layout = branches_together(layout)
         apart = self._config.warmup == "whole" and layout.cfg_degree == 1
         batches = [[request] for request in requests] if apart else [requests]
-        by_image = self._config.warmup in ("auto", "micro_batches") and layout == self._layout and not guided
+        by_image = self._config.warmup in ("auto", "micro_batches") and layout == self._layout and not together
         forward = ForwardPass(keep=keep, by_image=by_image)
         predictions = []
         for batch in batches:

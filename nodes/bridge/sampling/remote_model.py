@@ -1,6 +1,7 @@
 """Remote model: answers ComfyUI's calls of a proxy model's diffusion model with the workers' predictions."""
 
 import dataclasses
+import functools
 import math
 
 import torch
@@ -14,6 +15,7 @@ from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.specs import describe_exchange
 from ..compatibility.block_patches import free_u_of, guided_of, operations_of, scores_of, tiles_of
 from ..compatibility.comfyui_variants import variant_of
+from ..compatibility.enhance_video import enhanced_of
 from ..compatibility.forward_patches import ForwardPatches
 from ..compatibility.input_checks import check_call, check_conditioning, check_finite, check_latent
 from ..compatibility.ltx_guidance import isolation_of
@@ -26,6 +28,7 @@ from ..compatibility.model_options import (
     wrappers_inside,
 )
 from ..compatibility.pipefusion_support import COMPILE, DRAINED, SYNCHRONOUS
+from ..compatibility.token_shuffle import orders_of
 from ..workers.vram_accounting import ask_for_memory
 from ..workers.worker_groups import GROUPS, describe_missing, parking_bytes, show_text
 from .compile_choice import CompileChoice
@@ -245,11 +248,16 @@ class RemoteModel:
         residuals = self.additions.residuals(self, (x, timestep, context), transformer_options, extra)
         networks, images = networks_of(*requested, x, self.modules, self.forwards)
         options = self._options(sigma)
-        call = Call(x, timestep, self.family.tensors({"context": context, **extra, **style_of(*requested, x)}),
+        conditioning = self.family.tensors({"context": context, **extra, **style_of(*requested, x)})
+        enhanced = enhanced_of(*requested[:2], self.forwards.enhanced(self.modules), transformer_options,
+                               functools.partial(self.family.token_counts, x.shape, conditioning | call_conditioning))
+        shuffled = orders_of(*requested[:2], x, self.forwards.shuffling(self.modules), transformer_options,
+                             displaced_degree)
+        call = Call(x, timestep, conditioning, shuffled=shuffled,
                     control=control_residuals(*requested[:2], control, x.shape) | residuals | images,
                     networks=networks,
                     free_u=free_u_of(self.family, transformer_options, control), tiles=tiles_of(*requested, x.shape),
-                    operations=operations_of(*requested, x.shape, displaced_degree),
+                    operations=enhanced | operations_of(*requested, x.shape, displaced_degree),
                     scores=scores and scores.buffer, parts=components,
                     guided=guided_of(self.family, transformer_options), call_conditioning=call_conditioning,
                     options=dataclasses.replace(
@@ -309,7 +317,7 @@ class RemoteModel:
             return self._predict_in_stages(model_call, self.estimates.with_measurements(calls))
         latent, conditioning, is_one_batch = calls[0].latent, calls[0].given, "data" in self.family.refused
         num_steps = 1 if model_call.schedule is None else len(model_call.schedule) - 1
-        together = any(call.guided for call in calls)
+        together = any(call.compares_images for call in calls)
         plan = self.estimates.begin(self.setup.job(latent.shape, conditioning, num_steps, len(calls)),
                                     is_planned=not together)
         calls = self.estimates.with_measurements(calls)
@@ -322,8 +330,9 @@ class RemoteModel:
         client = self._client()
         how = describe_layout(layout, len(calls) * is_one_batch) if plan is None else layout_description(plan.chosen)
         if together:
-            how = (f"{describe_layout(dataclasses.replace(layout, cfg_degree=1))}, both prompts in one batch, which "
-                   f"Normalized Attention Guidance compares")
+            alone = describe_layout(dataclasses.replace(layout, cfg_degree=1))
+            how = (f"{alone}, both prompts in one batch, which Normalized Attention Guidance compares"
+                   if calls[0].guided else f"{alone}, both prompts in one batch, over which Enhance-A-Video averages")
         spare = "" if self.config.mode == "auto" else describe_spare(layout.data_degree, latent.shape[0])
         self._show(how + describe_exchange(self.config.exchange, layout) + spare + self.config.idle
                    + self.compiling.describe(), self.estimates.describe)

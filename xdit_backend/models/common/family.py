@@ -240,6 +240,9 @@ class Family:
     unsupported_dtypes: tuple[str, ...] = ()                   # compute dtypes in which activations overflow
     # activations of the published model, as keywords of planner.memory_model.ActivationFootprint; {}: its defaults
     activation_factors: dict[str, float] = field(default_factory=dict)
+    # modules of ComfyUI's class that nodes call themselves, by the ends of their paths, with the file's weights (Wan,
+    # U-Nets)
+    called_by_nodes: tuple[str, ...] = ()
 
     # --- sizes, as functions of the config ---
     num_heads: Callable = lambda config: config["num_attention_heads"]     # None: a U-Net, whose tokens are not sharded
@@ -255,8 +258,6 @@ class Family:
     # (SeedVR2)
     branches_apart: ClassVar = False
     read_by_nodes: ClassVar[tuple[str, ...]] = ()          # buffers whose values nodes read from the MODEL (SeedVR2)
-    # modules of ComfyUI's class that nodes call themselves, by the ends of their paths, with the file's weights (Wan)
-    called_by_nodes: ClassVar[tuple[str, ...]] = ()
 
     def class_arguments(self, config):
         """Return the arguments of the constructor of ComfyUI's class (HiDream-O1: a dict of many)."""

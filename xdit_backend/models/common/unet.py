@@ -75,7 +75,7 @@ def unet(name, title, architecture, testing, refusals=(), values=()):
         name=name, title=title, transformer="UNet2DConditionModel", adapt_model=_adapt,
         activation_factors={"alone": architecture.alone, "block": architecture.block},
         num_channels=lambda config: config["out_channels"], num_heads=lambda config: None,
-        width=lambda config: config["block_out_channels"][0],
+        width=lambda config: config["block_out_channels"][0], called_by_nodes=(".attn2.to_k", ".attn2.to_v"),
         detection=Detection(
             values=values, convert=convert, config_from_tensors=("sample_size",),
             recognise=lambda shapes: (has("input_blocks.0.0.weight")(shapes)
