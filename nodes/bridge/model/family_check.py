@@ -211,7 +211,7 @@ class _MarkedMemory(TorchFunctionMode):
 
 def _randomise(module, generator):
     """Random weights that keep activations near 1. Buffers keep the values that the class has computed; where it
-    computes none, they are drawn too."""
+    computes none, they are random too."""
     unfilled = [(name, buffer) for name, buffer in module.named_buffers()
                 if buffer.is_floating_point() and buffer.isnan().any()]
     for name, parameter in (*module.named_parameters(), *unfilled):
