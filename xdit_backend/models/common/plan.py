@@ -220,7 +220,7 @@ class UShapedPlan:
     blocks = lists = nested_lists = unstaged_blocks = audio_attention = ()
     stream_names = frozenset(("image",))
     cross_attention = positions = cacheable = cacheable_outside = MappingProxyType({})
-    row_count_argument = None
+    row_count_argument = passes = None
 
     def is_outside(self, name):
         """See ModelPlan.is_outside."""
