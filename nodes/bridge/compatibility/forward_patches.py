@@ -116,6 +116,8 @@ def _operation(module, function):
 class _Scaling(torch.nn.Module):
     """Stands for a layer with weights: scales and shifts its input, each layer by other numbers."""
 
+    weight = None                          # comfy.ops.linear_input_act reads its type
+
     def __init__(self, number):
         super().__init__()
         self.number = number
