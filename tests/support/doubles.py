@@ -191,7 +191,8 @@ class StandIns:
                 "XDiTLoadClipVae": lambda **_: (self.clip(), self.vae()),
                 "VAELoader": lambda vae_name, **_: (self.vae(vae_name),),
                 "LTXVAudioVAELoader": lambda **_: (self._audio_vae(),),
-                "VAEDecodeAudio": lambda samples, **_: (_audio_of(samples["samples"]),),
+                **dict.fromkeys(("VAEDecodeAudio", "VAEDecodeAudioTiled"),
+                                lambda samples, **_: (_audio_of(samples["samples"]),)),
                 "CLIPVisionLoader": lambda **_: (triposplat_doubles.vision() if self.kind == "triposplat"
                                                  else SimpleNamespace(encode_image=self._vision),),
                 "LoadBackgroundRemovalModel": lambda **_: (SimpleNamespace(encode_image=_found_in),),
