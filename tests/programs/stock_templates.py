@@ -111,7 +111,7 @@ def templates():
 
 def files_of(prompt):
     """The files of diffusion models that a prompt loads."""
-    return sorted({node["inputs"][LOADERS[node["class_type"]]] for node in prompt.values()
+    return sorted({str(node["inputs"][LOADERS[node["class_type"]]]) for node in prompt.values()
                    if node["class_type"] in LOADERS})
 
 

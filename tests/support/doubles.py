@@ -33,7 +33,7 @@ SEEN = {"hunyuan3d-2.1": (4, 1024), "hunyuan3d-2": (4, 24), "wan-flf": (4, 1280)
         "hunyuanvideo-1.5": (729, 1152)}
 # layers and width of audio features
 AUDIO_FEATURES = {"wan-s2v": (25, 1024), "wan-i2v": (13, 768)}
-AUDIO_KINDS = "ace-step-1.0", "stable-audio-open", "stable-audio-3"
+AUDIO_KINDS = "ace-step-1.0", "stable-audio-open", "stable-audio-3", "minimax-music-3"
 EMBEDDED = {"svd": 1024, "sv3d-u": 1024, "sv3d-p": 1024, "stable-zero123": 768}         # numbers that say all of it
 LARGE = 256 * 256                          # pixels; nodes that are told no size make a million
 CONTROL = {"sd15": "sd15", "sdxl": "sdxl", "qwen-image": "qwen-instantx", "sd3": "sd3-instantx",
@@ -191,7 +191,8 @@ class StandIns:
                 "XDiTLoadClipVae": lambda **_: (self.clip(), self.vae()),
                 "VAELoader": lambda vae_name, **_: (self.vae(vae_name),),
                 "LTXVAudioVAELoader": lambda **_: (self._audio_vae(),),
-                "VAEDecodeAudio": lambda samples, **_: (_audio_of(samples["samples"]),),
+                **dict.fromkeys(("VAEDecodeAudio", "VAEDecodeAudioTiled"),
+                                lambda samples, **_: (_audio_of(samples["samples"]),)),
                 "CLIPVisionLoader": lambda **_: (triposplat_doubles.vision() if self.kind == "triposplat"
                                                  else SimpleNamespace(encode_image=self._vision),),
                 "LoadBackgroundRemovalModel": lambda **_: (SimpleNamespace(encode_image=_found_in),),

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import torch
 
-from .vae_family import VaeFamily, count_layers, size_of
+from .vae_family import VaeFamily, concatenated, count_layers, size_of
 
 LATE_FRAMES = 4                # per chunk in the decoder's last levels, which do not change the number of frames
 FRAMES = 8                     # per chunk in the encoder; the first chunk has the remainder
@@ -33,22 +33,21 @@ def _config(shapes, settings):
     }
 
 
-def _decode(vae, latent):
+def _decode_frames(vae, latent, emit):
     decoder = vae.decoder
     # levels that increase the number of frames
     num_early = round(math.log2(vae.config.temporal_compression_ratio))
     hidden = decoder.conv_in(latent)[0]
     for block in (decoder.mid_block, *decoder.up_blocks[:num_early]):
         hidden = block(hidden, None, latent)[0]
-    chunks, cache = [], {}
+    cache: dict = {}
     latents = _repeated_to(hidden.shape[2], latent).split(LATE_FRAMES, 2)
     for chunk, own_latent in zip(hidden.split(LATE_FRAMES, 2), latents):
         for index, block in enumerate(decoder.up_blocks[num_early:]):
             chunk, cache[index] = block(chunk, None, own_latent, conv_cache=cache.get(index))
         chunk, cache["norm"] = decoder.norm_out(chunk, own_latent, conv_cache=cache.get("norm"))
         chunk, cache["out"] = decoder.conv_out(decoder.conv_act(chunk), conv_cache=cache.get("out"))
-        chunks.append(chunk)
-    return torch.cat(chunks, 2)
+        emit(chunk)
 
 
 def _repeated_to(num_frames, latent):
@@ -87,6 +86,7 @@ COGVIDEOX = VaeFamily(
     autoencoder="AutoencoderKLCogVideoX",
     markers=("coder.mid_block.resnets.0.conv1.conv.",),
     config=_config,
-    decode=_decode,
+    decode=concatenated(_decode_frames),
+    decode_frames=_decode_frames,
     encode=_encode,
 )

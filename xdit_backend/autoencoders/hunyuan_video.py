@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from .kl import kl_config
-from .vae_family import TorchFunctions, VaeFamily, replaced
+from .vae_family import TorchFunctions, VaeFamily, concatenated, replaced
 
 LATENT_FRAMES = 2              # per chunk in the decoder
 FRAMES = 8                     # per chunk in the encoder, except the first, which has one frame
@@ -48,13 +48,14 @@ def _without_conv(name):
     return re.sub(r"\.conv\.(weight|bias)$", r".\1", name)
 
 
-def _decode(vae, latent):
+def _decode_frames(vae, latent, emit):
     decoder, frame_cache = vae.decoder, FrameCache()
     with frame_cache.used_by(decoder):
         hidden = decoder.mid_block(decoder.conv_in(vae.post_quant_conv(latent)))
         frame_cache.forget()
-        return frame_cache.through([*decoder.up_blocks, decoder.conv_norm_out, decoder.conv_act, decoder.conv_out],
-                                   hidden.split(LATENT_FRAMES, 2))
+        for frames in frame_cache.each([*decoder.up_blocks, decoder.conv_norm_out, decoder.conv_act, decoder.conv_out],
+                                       hidden.split(LATENT_FRAMES, 2)):
+            emit(frames)
 
 
 def _encode(vae, image):
@@ -90,15 +91,17 @@ class FrameCache:
     def next_chunk(self):
         self._cached, self._read, self._first = self._read, [], False
 
-    def through(self, layers, chunks):
-        """Run each chunk of frames through all layers; returns the concatenated results."""
-        done = []
+    def each(self, layers, chunks):
+        """Run each chunk of frames through all layers; yields the results."""
         for chunk in chunks:
             for layer in layers:
                 chunk = layer(chunk)
-            done.append(chunk)
+            yield chunk
             self.next_chunk()
-        return torch.cat(done, 2)
+
+    def through(self, layers, chunks):
+        """Run each chunk of frames through all layers; returns the concatenated results."""
+        return torch.cat([*self.each(layers, chunks)], 2)
 
     @property
     def is_first(self):
@@ -152,6 +155,7 @@ HUNYUAN_VIDEO = VaeFamily(
     encoder=("encoder.", "quant_conv."),
     config=_config,
     convert=_convert,
-    decode=_decode,
+    decode=concatenated(_decode_frames),
+    decode_frames=_decode_frames,
     encode=_encode,
 )

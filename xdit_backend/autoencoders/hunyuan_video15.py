@@ -11,7 +11,7 @@ from functools import partial
 
 from ..protocol.errors import CheckpointError
 from .hunyuan_video import LATENT_FRAMES, FrameCache, chunks_of
-from .vae_family import VaeFamily, count_layers, need_diffusers, replaced, size_of
+from .vae_family import VaeFamily, concatenated, count_layers, need_diffusers, replaced, size_of
 
 NAMES = (
     (".mid.block_1.", ".mid_block.resnets.0."), (".mid.block_2.", ".mid_block.resnets.1."),
@@ -57,14 +57,15 @@ def _convert(tensors, config):
     return {renamed(name): tensor for name, tensor in tensors.items()}
 
 
-def _decode(vae, latent):
+def _decode_frames(vae, latent, emit):
     decoder, frame_cache = vae.decoder, FrameCache()
     with _in_chunks(frame_cache, decoder):
         hidden = decoder.conv_in(latent) + latent.repeat_interleave(decoder.repeat, 1)
         hidden = decoder.mid_block(hidden)
         frame_cache.forget()
-        return frame_cache.through([*decoder.up_blocks, decoder.norm_out, decoder.conv_act, decoder.conv_out],
-                                   hidden.split(LATENT_FRAMES, 2))
+        for frames in frame_cache.each([*decoder.up_blocks, decoder.norm_out, decoder.conv_act, decoder.conv_out],
+                                       hidden.split(LATENT_FRAMES, 2)):
+            emit(frames)
 
 
 def _encode(vae, image):
@@ -119,6 +120,7 @@ HUNYUAN_VIDEO15 = VaeFamily(
     unused=(".temb_proj.",),
     config=_config,
     convert=_convert,
-    decode=_decode,
+    decode=concatenated(_decode_frames),
+    decode_frames=_decode_frames,
     encode=_encode,
 )

@@ -23,6 +23,15 @@ def decode_full(vae, latent):
     return vae.decode(latent, return_dict=False)[0]
 
 
+def concatenated(decode_frames):
+    """The VaeFamily.decode for a VaeFamily.decode_frames."""
+    def decode(vae, latent):
+        done = []
+        decode_frames(vae, latent, done.append)
+        return torch.cat(done, 2)
+    return decode
+
+
 def encode_full(vae, image):
     """Encode with vae.encode; returns the mean."""
     latent = vae.encode(image, return_dict=False)[0]
@@ -67,6 +76,8 @@ class VaeFamily:
     finish(vae, settings): modifies the model, before its weights are loaded, in ways for which its class has no
         arguments.
     decode(vae, latent), encode(vae, image): as ComfyUI does, with diffusers' autoencoder; encode returns the mean.
+    decode_frames(vae, latent, emit): decode that calls emit(frames) for consecutive frames (B, 3, F, H, W) as they
+        finish and keeps none of them, for a VAE that decodes a video's frames in order; None: it decodes all at once.
     pixels(vae, image): converts the result of decode to the float32 values of ComfyUI's nodes. May modify the image.
     over_frames(module): whether its attention is over the frames of one position, all of which each rank has.
     by_frames: whether its decoder can be split by frames too. Most video VAEs process their frames in order, a few at a
@@ -86,6 +97,7 @@ class VaeFamily:
     finish: Callable = lambda vae, settings: None
     decode: Callable = decode_full
     encode: Callable = encode_full
+    decode_frames: Callable | None = None
     pixels: Callable = signed_pixels
     over_frames: Callable = lambda module: False
     by_frames: bool = False

@@ -2,7 +2,7 @@
 
 import re
 
-from .vae_family import VaeFamily, size_of
+from .vae_family import VaeFamily, decode_full, replaced, size_of
 
 WAN22_MARKS = ("coder.downsamples.0.downsamples.", "coder.upsamples.0.upsamples.")     # blocks within blocks
 
@@ -48,6 +48,22 @@ def _convert(tensors, config):
     return weights
 
 
+def _decode_frames(vae, latent, emit):
+    """diffusers calls the decoder for one frame of the latent after the other, and concatenates, unpatchifies and
+    clamps what it returns."""
+    from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
+    forward = vae.decoder.forward
+
+    def emitting(*args, **kwargs):
+        frames = forward(*args, **kwargs)
+        patch = vae.config.patch_size
+        emit((frames if patch is None else unpatchify(frames, patch_size=patch)).clamp(-1.0, 1.0))
+        return frames.new_empty((*frames.shape[:2], 0, *frames.shape[3:]))
+
+    with replaced(vae.decoder, forward=emitting):
+        decode_full(vae, latent)
+
+
 WAN = VaeFamily(
     models=("Wan 2.1", "Wan 2.2", "Qwen-Image"),
     autoencoder="AutoencoderKLWan",
@@ -56,4 +72,5 @@ WAN = VaeFamily(
     encoder=("encoder.", "conv1."),
     config=_config,
     convert=_convert,
+    decode_frames=_decode_frames,
 )

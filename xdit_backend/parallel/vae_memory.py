@@ -137,8 +137,8 @@ def need_of(meta_vae, shape, scale, num_ranks, unblocked=False, speeds=()):
     meta_input = torch.empty(shape, dtype=meta_vae.dtype, device="meta")
     num_rows = shape[dim] if scale == 1 else -(-shape[dim] // 8)
     convolutions = []
-    options = SplitOptions() if unblocked else SplitOptions(dim, block_size=num_rows,
-                                                            on_convolution=convolutions.append)
+    blocked = {} if unblocked else {"dim": dim, "block_size": num_rows, "on_convolution": convolutions.append}
+    options = SplitOptions(**blocked, on_frames=lambda share: None)            # frames leave the device as they finish
     with ActivationBytes(dim) as footprint:
         if scale == 1:
             decode_rows(meta_vae, meta_input, options=options)

@@ -8,7 +8,7 @@ and fetch halos from other ranks (distributed/spatial_ops.py). Those that work b
 import copy
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -86,6 +86,9 @@ class SplitOptions:
     # (RowSplit), called before each convolution, or before some tiles, on all ranks that have rows; it may raise on all
     # of them to abort
     on_convolution: Callable[[RowSplit], object] | None = None
+    # called by a decode with a Share of consecutive frames as they finish, where the family can
+    # (VaeFamily.decode_frames), in place of a result; None: all frames are the result
+    on_frames: Callable | None = None
 
 
 @torch.inference_mode()
@@ -93,11 +96,15 @@ def decode_rows(vae, latent, ranks=None, traffic=None, options=SplitOptions()):
     """Decode this rank's rows of an image. Every rank of `ranks` calls it, with the same full latent.
 
     latent: (B, C, H, W), or (B, C, F, H, W) for a video. Returns a Share of (B, 3, H', W') or (B, 3, F', H', W');
-    concatenated by rank, they are vae.decode(latent) as ComfyUI computes it (autoencoders/). If there are more ranks
+    concatenated by rank, they are vae.decode(latent) as ComfyUI computes it (autoencoders/). With on_frames, a VAE that
+    decodes frames in order hands them over as they finish, and the result is None. If there are more ranks
     than rows, the last ones get None; with tiles the fastest rank gets the complete result. Without ranks, or with one,
     it decodes the complete image. Raises UnsupportedError for a VAE that cannot be split exactly.
     """
-    return _run_split(vae, partial(_family(vae).decode, vae), latent, 1, ranks, traffic, options)
+    family = _family(vae)
+    streams = options.on_frames is not None and family.decode_frames is not None and latent.ndim == 5
+    run = partial(family.decode_frames if streams else family.decode, vae)
+    return _run_split(vae, run, latent, 1, ranks, traffic, options if streams else replace(options, on_frames=None))
 
 
 @torch.inference_mode()
@@ -113,7 +120,7 @@ def encode_rows(vae, image, scale, ranks=None, traffic=None, options=SplitOption
     def encode(rows):
         return _family(vae).encode(vae, rows.to(vae.device, vae.dtype))
 
-    return _run_split(vae, encode, image, scale, ranks, traffic, options)
+    return _run_split(vae, encode, image, scale, ranks, traffic, replace(options, on_frames=None))
 
 
 def split_dim(vae, shape, scale):
@@ -142,7 +149,7 @@ def _run_split(vae, run, image, scale, ranks, traffic, options):
     if num_ranks == 1 and options.block_size is None:
         split = RowSplit.of_sizes([count], None, traffic or Traffic(), dim)
         with TorchFunctions(**_with_callback(options.on_convolution, split)):
-            return Share(run(image))
+            return _shared(run, image, Share, options)
     _check(vae)
     num_ranks = min(num_ranks, count)
     group = ranks and ranks.first(num_ranks)
@@ -167,10 +174,10 @@ def _by_tiles(vae, run, image, ranks, traffic, options):
     return Share(result) if has_all else None
 
 
-def _run(vae, run, image):
+def _run(vae, run, *arguments):
     """Call `run`. If it raises, clear the frames that a video VAE has cached for its next chunk."""
     try:
-        return run(image)
+        return run(*arguments)
     except BaseException:
         if hasattr(vae, "clear_cache"):
             vae.clear_cache()
@@ -198,10 +205,19 @@ def _by_rows(vae, run, image, scale, split, options):
                 stack.enter_context(replaced(module, **_linear_attention(split, module.eps)))
             elif _family(vae).over_frames(module):
                 stack.enter_context(replaced(module, forward=partial(_with_own_keys, module.forward)))
-        result = run(image.narrow(split.dim, own.start, own.size))
+        share = _shared(run, image.narrow(split.dim, own.start, own.size), lambda result: Share(
+            result, split.dim, split.start * result.shape[split.other_dim] // latent_across), options)
     if functions.waiting:
         raise UnsupportedError(NOT_FOLLOWED)
-    return Share(result, split.dim, split.start * result.shape[split.other_dim] // latent_across)
+    return share
+
+
+def _shared(run, image, share_of, options):
+    """The Share of what `run` returns for an image or, with on_frames, of what it emits."""
+    if options.on_frames is None:
+        return share_of(run(image))
+    run(image, lambda frames: options.on_frames(share_of(frames)))
+    return None
 
 
 def _by_frames(vae, run, image, split, options):

@@ -20,6 +20,13 @@ from .busy_time import Clock
 
 # convolutions (a block of a VAE has about this many), or rounds of tiles, between checks for an abort
 CHECKED = 4
+NUM_REPORTS = 20                           # of progress for an image or a short video
+FRAMES_PER_REPORT = 16                     # of a long video: a second at Wan's frame rate
+
+
+def num_reports(shape):
+    """Number of progress reports of a decode to (B, H, W, 3) or (B, F, H, W, 3)."""
+    return NUM_REPORTS if len(shape) == 4 else max(NUM_REPORTS, -(-shape[0] * shape[1] // FRAMES_PER_REPORT))
 
 
 class Autoencoders:
@@ -74,20 +81,36 @@ class Autoencoders:
         footprint, started_s, started_cpu_s, start = (ActivationBytes(), time.perf_counter(), time.process_time(),
                                                       self._clock.mark())
         for index in range(len(latent)):
-            progress = self._progress("decoding", index, len(latent), num_steps, check)
-            options = SplitOptions(speeds=speeds, block_size=block_size, on_convolution=progress)
+            progress = self._progress("decoding", index, len(latent), num_steps, check, num_reports(image.shape))
+            write = self._writer(vae, image[index])
+            options = SplitOptions(speeds=speeds, block_size=block_size, on_convolution=progress, on_frames=write)
             with self._running(command), footprint if command.measure_memory else nullcontext():
                 share = decode_rows(vae, on_device(latent[index:index + 1], self._device).to(vae.dtype), ranks, traffic,
                                     options)
             if share is not None:
-                # BCHW -> BHWC, as ComfyUI's VAE returns it
-                pixels = family_of(vae).pixels(vae, share.tensor[0]).movedim(0, -1)
-                self._staging.to_host(
-                    pixels, image[index].narrow(share.dim - 1, share.start, pixels.shape[share.dim - 1]))
+                write(share)
         self._record("decode", start, traffic)
         return {"sent_bytes": traffic.sent_bytes, "num_exchanges": traffic.num_exchanges,
                 "busy_s": time.perf_counter() - started_s, "cpu_s": time.process_time() - started_cpu_s,
                 "peak_bytes": footprint.peak_bytes}
+
+    def _writer(self, vae, image):
+        """Return a function that writes a Share of an image or video, or of a video's next frames, to shared memory.
+
+        image: (H, W, 3) or (F, H, W, 3).
+        """
+        num_written = 0
+
+        def write(share):
+            nonlocal num_written
+            # CHW -> HWC, as ComfyUI's VAE returns it
+            pixels = family_of(vae).pixels(vae, share.tensor[0]).movedim(0, -1)
+            target = image.narrow(share.dim - 1, share.start, pixels.shape[share.dim - 1])
+            if pixels.ndim == 4 and share.dim != -3:
+                target = target.narrow(0, num_written, pixels.shape[0])
+                num_written += pixels.shape[0]
+            self._staging.to_host(pixels, target)
+        return write
 
     def encode(self, command, traffic, check):
         vae = self._loaded[command.autoencoder]
@@ -127,8 +150,9 @@ class Autoencoders:
         return self._planners[command.autoencoder].plan(shape, scale, ranks, free_bytes(self._device),
                                                         command.speeds[command.first_rank:], traffic)
 
-    def _progress(self, text, index, count, num_steps, check):
-        """Return a function to call before each of num_steps steps of item `index` of `count`, to report progress.
+    def _progress(self, text, index, count, num_steps, check, num_reported=NUM_REPORTS):
+        """Return a function to call before each of num_steps steps of item `index` of `count`, to report progress
+        num_reported times.
 
         Every CHECKED steps it calls check(agreed), which may raise, on all ranks of its RowSplit or none, so that no
         rank waits for another. This synchronises the device, so that an aborted command ends soon.
@@ -142,7 +166,7 @@ class Autoencoders:
             done = next(steps)
             if done % CHECKED == 0:
                 check(agreed)
-            if done * 20 // total != (done - 1) * 20 // total:
+            if done * num_reported // total != (done - 1) * num_reported // total:
                 self._report_phase(text, done, total)
         self._report_phase(text, index * max(1, num_steps), total)
         return step

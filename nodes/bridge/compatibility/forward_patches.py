@@ -142,6 +142,8 @@ class _Scaling(torch.nn.Module):
     """Stands for a layer with weights: scales and shifts its input, each layer by other numbers. It returns at most as
     many channels as the layer."""
 
+    weight = None                          # comfy.ops.linear_input_act reads its type
+
     def __init__(self, number, layer):
         super().__init__()
         self.number, self.num_channels = number, getattr(layer, "out_features", None)

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import torch
 
 import comfy.latent_formats
+import comfy.sd
+import comfy.utils
 
 from ....xdit_backend.checkpoints.quantisation.quantise_on_load import quantisation_of
 from ....xdit_backend.config import ParallelConfig
@@ -103,6 +105,18 @@ class CheckedModel:
     def refusal_of_options(self, transformer_options):
         """Message with which a run rejects these options of a call, or None."""
         return message_of(refuse_model_options, {"transformer_options": transformer_options}, self._family)
+
+    def refusal_of_lora(self, path, strength):
+        """Message with which a run rejects a LoRA's file of which no tensor fits the model; None otherwise, also if one
+        of the files is not here or the LoRA's cannot be read. path, strength: None if unknown."""
+        if not (self._has_modules and path and strength):
+            return None
+        try:
+            lora = comfy.utils.load_torch_file(path, safe_load=True)
+        except Exception as error:  # noqa: BLE001 - safetensors and torch raise many for a damaged file
+            log.debug("%s was not checked before the run: %s", path, error)
+            return None
+        return message_of(comfy.sd.load_lora_for_models, self.patcher(), None, lora, strength, 0)
 
     def is_changed(self, patcher):
         """Whether a node has changed the MODEL at all."""

@@ -25,6 +25,7 @@ MODEL_SUFFIXES = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".pth", ".bin
 OTHER_MODELS = {"RTDETR_detect": "RT-DETR", "SAM3_Detect": "SAM 3", "SAM3_VideoTrack": "SAM 3",
                 "SDPoseKeypointExtractor": "SDPose"}
 COPIES = ("TrainLoraNode",)                # nodes that copy the model
+LORAS = "LoraLoader", "LoraLoaderModelOnly"
 AR_VIDEO = "SamplerARVideo"
 UPSCALER_LOADER, UPSCALER_FOLDER = "UpscaleModelLoader", "upscale_models"
 
@@ -236,6 +237,10 @@ def _patch_message(graph, node, model):
     kind = graph.class_type(node)
     if reason := refusal_of_node(kind):
         return reason
+    if kind in LORAS:
+        values = graph.values(node)
+        name = values.get("lora_name")
+        return model.refusal_of_lora(name and folder_paths.get_full_path("loras", name), values.get("strength_model"))
     if kind in COPIES:
         return message_of(functools.partial(model.patcher().clone, force_deepcopy=True))
     patcher = _patched(graph, node, model)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.support.comfyui_server import ROOT, run_async
 from tests.support.upscale_models import esrgan
@@ -270,3 +271,27 @@ def test_an_upscale_model_has_the_message_of_the_run(comfyui, module, upscale_mo
             patched("esrgan.pth").args[0], torch.zeros(1, 8, 8, 3), comfyui.config("cpu"))
 
     assert found["upscalers"] == {"esrgan.pth": str(rejected.value)}
+
+
+@pytest.mark.parametrize("kind, node", [("sd15", "LoraLoader"), ("sd3", "LoraLoaderModelOnly")])
+def test_a_lora_that_fits_no_tensor_is_named_with_the_message_of_the_run(comfyui, module, monkeypatch, kind, node):
+    folder = comfyui.base / "loras"
+    folder.mkdir(exist_ok=True)
+    monkeypatch.setitem(comfyui.folder_paths.folder_names_and_paths, "loras", ([str(folder)], {".safetensors"}))
+    path = {"sd15": "input_blocks_1_1_transformer_blocks_0_attn1_to_q", "sd3": "joint_blocks_0_x_block_attn_qkv"}[kind]
+    for name, target in (("fits", path), ("other", "another_model_to_q")):
+        up, down = torch.zeros(4, 2), torch.zeros(2, 4)
+        save_file({f"lora_unet_{target}.lora_up.weight": up, f"lora_unet_{target}.lora_down.weight": down},
+                  folder / f"{name}.safetensors")
+    (folder / "broken.safetensors").write_bytes(b"no LoRA")
+
+    def found(name, strength=1.0, file=None):
+        settings = {"lora_name": f"{name}.safetensors", "strength_model": strength, "strength_clip": 0.0}
+        return module.check_graph(graph_of(file or comfyui.file(kind), [(node, settings)]))["nodes"]
+    loader = comfyui.nodes.NODE_CLASS_MAPPINGS["LoraLoaderModelOnly"]()
+    with pytest.raises(comfyui.errors.XDiTError) as rejected:
+        loader.load_lora_model_only(comfyui.ours(kind, comfyui.config("cpu")), "other.safetensors", 1.0)
+
+    assert found("other")["loader"] == {"verdict": "refused", "by": "0", "reason": str(rejected.value)}
+    for others in (("fits",), ("other", 0.0), ("other", 1.0, "absent.safetensors"), ("broken",), ("absent",)):
+        assert "loader" not in found(*others), others

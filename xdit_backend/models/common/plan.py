@@ -223,7 +223,7 @@ class UShapedPlan:
     blocks = lists = nested_lists = unstaged_blocks = audio_attention = ()
     stream_names = frozenset(("image",))
     cross_attention = positions = cacheable = cacheable_outside = lllite_targets = MappingProxyType({})
-    row_count_argument = cached_references = None
+    row_count_argument = cached_references = passes = None
     text_attention = ""
 
     def is_outside(self, name):
