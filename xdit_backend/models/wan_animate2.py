@@ -176,7 +176,7 @@ WAN_ANIMATE2 = dataclasses.replace(
             name: from_conditioning(name, where="_image_dim") for name in ("clip_fea", "clip_fea_pose")}),
     lengths={"pose": num_tokens_of(LATENT, "pose_latents")},
     refused=dict.fromkeys(("ring", "pipefusion", "displaced"), FRAMES),
-    activation_factors=WAN_CAMERA.activation_factors | {"alone": 9.6, "residual": 4.2},
+    activation_factors=WAN_CAMERA.activation_factors | {"alone": 9.6, "residual": 4.2, "whole": 5.85},
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks.", returns=("image", "pose")),),
         streams={"x": "image", "pose": "pose"},
