@@ -170,7 +170,7 @@ class _Detection(Detection):
 WAN_ANIMATE2 = dataclasses.replace(
     WAN_CAMERA, name="Wan Animate 2", title="Wan-Animate 2", transformer=NATIVE, adapt_model=_adapt,
     refused=dict.fromkeys(("ring", "pipefusion", "displaced"), FRAMES),
-    activation_factors=WAN_CAMERA.activation_factors | {"alone": 9.6, "residual": 4.2},
+    activation_factors=WAN_CAMERA.activation_factors | {"alone": 9.6, "residual": 4.2, "whole": 5.85},
     detection=derived(
         _Detection, WAN_CAMERA.detection,
         recognise=has(HEAD, "head.modulation", "patch_embedding.weight", "blocks.0.cross_attn.k_img.weight"),

@@ -2,6 +2,7 @@
 the rest is refused by name, the unknown too."""
 
 import copy
+import importlib
 import random
 import types
 
@@ -424,6 +425,9 @@ def test_a_call_that_is_not_a_samplers_is_told_what_it_lacks(comfyui, model, arg
 # --- ComfyUI's nodes ---
 
 def test_the_table_has_every_node_that_takes_a_model(comfyui):
+    version = importlib.import_module("comfyui_version").__version__
+    if not version.startswith("0.30."):
+        pytest.skip(f"the table is of ComfyUI 0.30, whose nodes are not those of {version}")
     rows = [line.split("|")[1].strip() for line in TABLE.read_text(encoding="utf-8").splitlines()
             if line.startswith("| ")][2:]
 
