@@ -76,11 +76,7 @@ def _positions(call):
     positions, reference = TOKENS.positions(call), call.conditioning.get(IMAGE_COND)
     if reference is None:
         return positions
-    right = TOKENS.positions(dataclasses.replace(
-        call, patch=None,
-        inputs=dataclasses.replace(
-            call.inputs,
-            latent=reference)))
+    right = TOKENS.positions(dataclasses.replace(call, latent=reference, patch=None))
     right[:, 2] += full_shape(call)[3] // 2
     return torch.cat([positions, right])
 
