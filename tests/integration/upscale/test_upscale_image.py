@@ -108,12 +108,12 @@ def test_gray_images_equal_comfyuis(comfyui, upscaler):
 def test_tiles_are_split_by_the_speeds_of_the_devices(comfyui, upscaler, monkeypatch):
     """A device three times as fast gets three times as many frames."""
     client, seen = comfyui.groups.client(("cpu", "cpu")), []
-    post = type(client.group).post
+    post = client.group.post
 
-    def posted(group, make_command, *arguments, **options):
+    def posted(make_command, *arguments, **options):
         seen.extend(getattr(make_command(0), "tiles", ()))
-        return post(group, make_command, *arguments, **options)
-    monkeypatch.setattr(type(client.group), "post", posted)
+        return post(make_command, *arguments, **options)
+    monkeypatch.setattr(client.group, "post", posted)
     monkeypatch.setattr(client.workers, "speeds", (3, 1))
     pixels, model = image(8, 10, 12), upscaler("compact-2x")
     result = upscale(comfyui, model, pixels, comfyui.config("cpu,cpu"))

@@ -23,7 +23,7 @@ class Pretended:
         self.groups = type(comfyui.groups)()
         # what is pretended is not measured
         monkeypatch.setattr(self.groups, "machine", lambda *given, **options: None)
-        for name in ("model.weight_placement", "sampling.remote_model", "model.proxy_model", "vae.vae_patcher",
+        for name in ("model.weight_placement", "sampling.remote_model", "model.proxy_model", "workers.remote_module",
                      "vae.distributed_vae"):
             monkeypatch.setattr(importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.{name}"), "GROUPS",
                                 self.groups)
