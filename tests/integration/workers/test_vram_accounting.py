@@ -2,6 +2,7 @@
 whose workers are real ones on the CPU."""
 
 import importlib
+import sys
 
 import pytest
 import torch
@@ -23,10 +24,9 @@ class Pretended:
         self.groups = type(comfyui.groups)()
         # what is pretended is not measured
         monkeypatch.setattr(self.groups, "machine", lambda *given, **options: None)
-        for name in ("model.weight_placement", "sampling.remote_model", "model.proxy_model", "workers.remote_module",
-                     "vae.distributed_vae"):
-            monkeypatch.setattr(importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.{name}"), "GROUPS",
-                                self.groups)
+        for name, module in [*sys.modules.items()]:
+            if name.startswith(f"{comfyui.pack.__name__}.nodes.") and hasattr(module, "GROUPS"):
+                monkeypatch.setattr(module, "GROUPS", self.groups)
         self.room = 20 * GB
         for name in ("sampling.remote_model", "workers.worker_groups"):
             monkeypatch.setattr(importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.{name}"),
