@@ -136,8 +136,8 @@ def settings(options):
         options.displaced, options.warmup_steps, options.displaced_modes,
                                                                   options.extrapolation):
         levels = family.plan.num_levels
-        config = family.detection.config(header.shapes)
-        if levels is not None and cut_bands(SIDE, degree, 2 ** (levels(config) - 1)) is None:
+        if levels is not None and cut_bands(SIDE, degree,
+                                            2 ** (levels(family.detection.config(header.shapes)) - 1)) is None:
             raise ConfigError(f"Use a --displaced below {degree}: the {SIDE} latent rows of {options.model.name} "
                               f"cannot be split that far.")
         name = (f"displaced, N={degree}, W={warmup_steps}" + (f", {mode}" if len(options.displaced_modes) > 1 else "")
