@@ -104,7 +104,7 @@ def test_a_long_prompt_is_refused(demo):
 
 @pytest.fixture(scope="module")
 def drawn(recogniser):
-    """Pictures of 4 prompts under four settings, by the bench's own functions."""
+    """Images of 4 prompts under four settings, by the bench's own functions."""
     class Options:
         steps, sampler, guidance, batch, patches, warmup_steps = 20, "euler", 3.0, 8, (4,), (1,)
         displaced, displaced_modes, extrapolation, exchange = (2,), tuple(MODES)[:1], (0.0,), ()

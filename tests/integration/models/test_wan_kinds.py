@@ -22,7 +22,7 @@ VAE.spacial_compression_encode, VAE.latent_channels = (lambda: 8), 16       # wh
 
 
 def who(seed, frames=1, size=ODD):
-    """Pictures in the colours of SCAIL-2's masks, half of each of one."""
+    """Images in the colours of SCAIL-2's masks, half of each of one."""
     colours = torch.tensor([[0.0, 0, 1], [1, 0, 0], [0, 1, 0], [1, 1, 1]])
     halves = colours[torch.randint(0, 4, (frames, 2), generator=torch.Generator().manual_seed(seed))]
     return halves.repeat_interleave(size[0] // 2, 1)[:, None].expand(frames, size[1], size[0], 3)

@@ -1,4 +1,4 @@
-"""Pictures that a model looks at, beside its latent (Fill, Canny,
+"""Images that a model reads next to its latent (Fill, Canny,
 Depth) or as reference latents (Kontext and other edit models)."""
 
 import pytest

@@ -61,7 +61,7 @@ def sample(predict, x, warmup_steps, heun=False, scale=1000.0):
 
 
 def stepped(x, length, change):
-    """Pictures that a model has beside the latent stay as they are."""
+    """Images next to the latent stay as they are."""
     return torch.cat([x[:, :change.shape[1]] + length * change, x[:, change.shape[1]:]], 1)
 
 
