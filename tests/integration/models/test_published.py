@@ -59,7 +59,7 @@ def test_every_tensor_of_a_published_file_has_its_place(comfyui, monkeypatch, na
                if key != "image_model" or family.testing.native.endswith(":Flux")},
             dtype=torch.bfloat16, device=None if family.computes_as_made else "meta",
             operations=comfy.ops.disable_weight_init)
-    tensors = native.state_dict()
+    tensors = family.testing.in_file(dict(native.state_dict()))
     namings = [tensors]                                        # as ComfyUI saves it
     if "ldm.flux" in family.testing.native or family_name.startswith("Chroma"):     # and as it is published
         namings += [{key.replace("_norm.weight", "_norm.scale") if "norm." in key else key: tensor
