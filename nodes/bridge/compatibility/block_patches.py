@@ -402,7 +402,8 @@ def _outer_blocks(config):
             for layer in range(config["layers_per_block"] + more):
                 if type_.startswith("CrossAttn"):
                     name = f"{side}.{number + layer}"
-                    found |= {name, *(f"{name}.{index}" for index in range(depth))}
+                    count = depth if isinstance(depth, int) else depth[layer]  # SSD-1B
+                    found |= {name, *(f"{name}.{index}" for index in range(count))}
             number += config["layers_per_block"] + 1           # of the encoder, a layer that halves the image
     return found
 
