@@ -80,7 +80,8 @@ def masks(*shape, seed=4):
 
 
 @pytest.mark.parametrize("kind, layout", [
-    ("sd15", "cfg2"), ("sdxl", "displaced2"), ("ssd-1b", "displaced2"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+    ("sd15", "cfg2"), ("sdxl", "displaced2"), ("ssd-1b", "displaced2"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("sd15", "one"), ("sd15", "data2"), ("sd15", "displaced2"), ("sdxl", "one"),
         ("sdxl", "cfg2"), ("sdxl", "data2"), ("sdxl-blocks", "one"), ("sd15-blocks", "displaced2"),
         ("sdxl-blocks", "cfg2"), ("koala-700m", "cfg2"), ("sd2", "data2"),
