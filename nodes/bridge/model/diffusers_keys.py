@@ -98,8 +98,7 @@ def _converted(family, config, name, num_rows):
 def _names(family, config):
     """{ComfyUI's name of each tensor that such a model has or may have: its number of dims}"""
     names = {name: tensor.ndim
-             for name, tensor in (_template(family.testing) | _template(family.testing,
-                                                                            family.testing.more)).items()}
+             for name, tensor in (_template(family.testing) | _template(family.testing, family.testing.more)).items()}
     for list_ in family.blocks:
         inside = {name.removeprefix(list_.file_prefix).partition(".")[2]: num_dims for name, num_dims in names.items()
                   if name.startswith(list_.file_prefix)}

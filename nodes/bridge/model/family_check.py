@@ -53,7 +53,7 @@ def compare_in_background(family, base_model):
     functions of torch.nn that others replace meanwhile. A thread computes them.
     """
     result: Future = Future()
-    if not family.testing.native:                          # ComfyUI has no such model
+    if not family.testing.native:                              # ComfyUI has no such model
         result.set_result({})
         return result
     cls = type(base_model.diffusion_model)
